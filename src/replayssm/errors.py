@@ -17,6 +17,7 @@ class ShapeError(ReplayError, ValueError):
 
     @classmethod
     def mismatch(cls, name: str, got: object, want: object, why: str = "") -> ShapeError:
+        """A tensor has another shape than the other arguments ask for."""
         return cls(f"{name} has shape {_show(got)}, expected {_show(want)}" + (f" ({why})" if why else ""))
 
 
@@ -25,6 +26,7 @@ class DtypeError(ReplayError, TypeError):
 
     @classmethod
     def unsupported(cls, name: str, got: object, allowed: tuple[object, ...]) -> DtypeError:
+        """A dtype outside `allowed`."""
         return cls(f"{name} has dtype {_short(got)}, supported: {', '.join(_short(a) for a in allowed)}")
 
 

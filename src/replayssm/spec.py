@@ -28,6 +28,7 @@ class Array(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor."""
         size = DTYPE_BYTES[self.dtype]
         for n in self.shape:
             size *= n
@@ -43,6 +44,7 @@ class RingArrays(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size of all three."""
         return sum(a.nbytes for a in self)
 
 
@@ -72,10 +74,13 @@ class LayerSpec:
             if not 1 <= dim <= HEAD_DIM_MAX:
                 raise ShapeError(f"{name} = {dim} is outside 1…{HEAD_DIM_MAX}")
         if self.lower_bound is not None and (self.kind != "kda" or not self.lower_bound < 0):
-            raise OptionError(f"gate lower bound {self.lower_bound} needs kind 'kda' (got {self.kind!r}) and a value < 0")
+            raise OptionError(
+                f"gate lower bound {self.lower_bound} (kind {self.kind!r}) needs kind 'kda' and must be < 0"
+            )
 
     @property
     def is_kda(self) -> bool:
+        """Whether each key channel has its own decay."""
         return self.kind == "kda"
 
     @property
@@ -117,6 +122,7 @@ class Traffic(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Read and written."""
         return self.read + self.written
 
 
@@ -126,9 +132,7 @@ def packed_traffic(spec: LayerSpec, state_dtype: str = "float32") -> Traffic:
     return Traffic(size, size)
 
 
-def replay_traffic(
-    spec: LayerSpec, ring_len: int, state_dtype: str = "float32", io_dtype: str = "bfloat16"
-) -> Traffic:
+def replay_traffic(spec: LayerSpec, ring_len: int, state_dtype: str = "float32", io_dtype: str = "bfloat16") -> Traffic:
     """Replay decode, averaged over a ring period of L steps.
 
     Step n = 0 … L-1 reads the checkpoint and n records; steps n < L-1 write one record, step L-1 writes the

@@ -1,0 +1,5 @@
+"""The `replayssm` command: generate, check, env. Only the chosen sub-command imports torch."""
+
+from replayssm.cli.app import main
+
+__all__ = ["main"]

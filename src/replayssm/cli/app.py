@@ -1,0 +1,55 @@
+"""Parse, dispatch, and turn every failure into one line and an exit code.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong input, 70 an error inside the program, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from replayssm.cli.parser import build_parser
+from replayssm.errors import ReplayError
+
+EXIT_INTERNAL = 70
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows '?', it does not stop the text
+            stream.reconfigure(errors="replace")
+    try:
+        args = build_parser().parse_args(words)
+        request = args.request(args)  # refuses wrong options before torch is imported
+        code: int = import_module(f"replayssm.cli.{args.command}").run_command(request)
+        sys.stdout.flush()
+        return code
+    except SystemExit as leave:  # argparse after --help and --version
+        return int(leave.code or 0)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Python's own flush at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except ReplayError as error:
+        return _report(str(error), error.exit_code, debug)
+    except Exception as error:
+        return _report(f"unexpected {type(error).__name__}: {error}", EXIT_INTERNAL, debug)
+
+
+def _report(text: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    hint = "" if code == 2 or debug else " (--debug shows where)"
+    print(f"error: {' '.join(text.split())}{hint}", file=sys.stderr)
+    return code

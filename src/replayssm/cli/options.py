@@ -1,0 +1,136 @@
+"""Checked options of `generate` and `check`: everything that can be refused before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from replayssm.dtypes import parse_state_dtype
+from replayssm.errors import OptionError, PromptError
+from replayssm.spec import check_ring_len
+
+SAMPLE_PROMPT = (
+    "It was a fine morning in the beginning of spring, and Elizabeth had walked as far as the gate of the park, when"
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy when `temperature` is 0; `top_k` 0 and `top_p` 1 leave all tokens in."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """No sampling."""
+        return self.temperature == 0
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Sampling:
+        """Check the sampling options, each alone and against the others."""
+        temperature, top_k, top_p, seed = args.temperature, args.top_k, args.top_p, args.seed
+        if temperature is not None and not 0 <= temperature < float("inf"):
+            raise OptionError(f"--temperature {temperature} is not a finite number >= 0")
+        if top_k is not None and top_k < 1:
+            raise OptionError(f"--top-k {top_k} is below 1; leave it out to keep all tokens")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise OptionError(f"--top-p {top_p} is outside (0, 1]")
+        if seed is not None and not 0 <= seed < 2**63:
+            raise OptionError(f"--seed {seed} is outside 0…2^63-1")
+        given = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
+        sampling = [f"{name} {value}" for name, value in given.items() if value]
+        if args.greedy and sampling:
+            raise OptionError(f"--greedy contradicts {', '.join(sampling)}; drop one or the other")
+        if temperature == 0 and sampling:
+            raise OptionError(f"--temperature 0 is greedy and contradicts {', '.join(sampling)}")
+        if not sampling:
+            if seed is not None:
+                raise OptionError(f"--seed {seed} has no effect on greedy decode; add --temperature, or drop it")
+            return cls()
+        return cls(1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p, seed or 0)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How to decode: ring length, and the state dtype if the command line names one."""
+
+    ring_len: int
+    state_dtype: str | None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Decode:
+        """Check `--ring-len` and `--state-dtype`."""
+        check_ring_len(args.ring_len)
+        given = args.state_dtype
+        return cls(args.ring_len, None if given is None else parse_state_dtype(given, "--state-dtype"))
+
+
+class GenerateRequest(NamedTuple):
+    """Checked input of `generate`; `args` holds the plain switches."""
+
+    args: argparse.Namespace
+    prompt: str
+    tokens: int
+    sampling: Sampling
+    decode: Decode
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> GenerateRequest:
+        """Raises `OptionError`, `RingLengthError`, `DtypeError` or `PromptError`."""
+        tokens = positive("--max-tokens", args.max_tokens)
+        sampling, decode = Sampling.from_args(args), Decode.from_args(args)
+        return cls(args, read_prompt(args), tokens, sampling, decode)
+
+
+class CheckRequest(NamedTuple):
+    """Checked input of `check`."""
+
+    args: argparse.Namespace
+    prompt: str
+    tokens: int
+    decode: Decode
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> CheckRequest:
+        """Raises `OptionError`, `RingLengthError`, `DtypeError` or `PromptError`."""
+        tokens, decode = positive("--tokens", args.tokens), Decode.from_args(args)
+        return cls(args, read_prompt(args), tokens, decode)
+
+
+def positive(name: str, value: int) -> int:
+    """Return `value`, or raise `OptionError` below 1."""
+    if value < 1:
+        raise OptionError(f"{name} {value} is below 1")
+    return value
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt's text from `--prompt`, a file or standard input; a sample when none is named.
+
+    One newline at the end of a file is the file's, not the prompt's, and is dropped.
+    """
+    source, text = "--prompt", args.prompt
+    if args.prompt_file is not None:
+        source = "standard input" if args.prompt_file == "-" else f"prompt file {args.prompt_file}"
+        try:
+            raw = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+            text = raw.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
+        except OSError as error:
+            raise PromptError(f"{source} cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise PromptError(f"{source} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}") from error
+    if text is None:
+        return SAMPLE_PROMPT
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are not UTF-8 arrive as lone surrogates
+        raise PromptError(f"the prompt from {source} is not UTF-8 at character {error.start}") from error
+    if not text.strip():
+        raise PromptError(f"the prompt from {source} is empty; give at least one word")
+    return text

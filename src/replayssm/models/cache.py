@@ -1,0 +1,269 @@
+"""The cache that a transformers model decodes from: checkpoint, ring and cursor beside its own attention layers.
+
+One `ReplayLayer` holds the state of one linear-attention layer; one `RingClock` is shared by all of them. Row b of
+the batch is slot b. The invariant: the true state of a layer is checkpoint + ring[0:cursor]. Whoever reads a state
+outside decode goes through `recurrent_states`, which flushes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+from transformers.configuration_utils import PreTrainedConfig
+
+from replayssm import ops
+from replayssm.errors import CacheStateError, ShapeError
+from replayssm.models.options import Mode, ReplayOptions
+from replayssm.spec import DEFAULT_RING_LEN, LayerSpec
+
+
+class RingClock:
+    """What the layers of one cache share: the options, the cursor, and whether any ring holds a record.
+
+    The cursor counts decode steps since the last flush. It is moved once per forward, after the last linear layer,
+    and is kept once per device, since a model may be spread over several.
+    """
+
+    def __init__(self, options: ReplayOptions, last_layer: int) -> None:
+        self.options = options
+        self.last_layer = last_layer
+        self.layers: list[ReplayLayer] = []
+        self.packed = options.mode == "packed"
+        self._pending = False
+        self._rows: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rows(self, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and cursors of the batch, both int32 [B]."""
+        if device not in self._rows or self._rows[device][0].shape[0] != batch:
+            slots = torch.arange(batch, dtype=torch.int32, device=device)
+            self._rows[device] = (slots, torch.zeros_like(slots))
+        return self._rows[device]
+
+    def advance(self) -> None:
+        """One decode step is complete in every layer."""
+        if self.packed:
+            return
+        for slots, cursor in self._rows.values():
+            ops.advance_cursors(cursor, slots, self.options.ring_len)
+        self._pending = True
+
+    def flush(self) -> None:
+        """Fold the rings of all layers into their checkpoints. Costs nothing when they are empty."""
+        if not self._pending:
+            return
+        for layer in self.layers:
+            layer.fold()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the records of all rings."""
+        self._pending = False
+        for _, cursor in self._rows.values():
+            cursor.zero_()
+
+
+class ReplayLayer(LinearAttentionLayer):
+    """State of one linear-attention layer: conv state, checkpoint [B, HV, V, K], and ring.
+
+    To transformers it is an ordinary linear-attention cache layer whose recurrent state [B, HV, K, V] is a
+    transposed view of the checkpoint, flushed whenever somebody asks for it.
+    """
+
+    def __init__(self, clock: RingClock, number_of_states: int = 1) -> None:
+        self.clock = clock
+        self.checkpoint: torch.Tensor | None = None
+        self.ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        super().__init__(number_of_states=number_of_states)
+        clock.layers.append(self)
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
+        """State by index, [B, HV, K, V] as transformers has it. Reading it flushes."""
+        self.clock.flush()
+        return self._states
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: dict[int, torch.Tensor | None]) -> None:
+        self._states = states
+
+    def lazy_initialization(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        """Allocate what is given; `recurrent_states` [B, HV, K, V] only lends its shape and device."""
+        if conv_states is not None:
+            super().lazy_initialization(conv_states, None, state_idx, conv_kernel_size)
+        if recurrent_states is not None:
+            batch, heads, k, v = recurrent_states.shape
+            checkpoint = recurrent_states.new_zeros((batch, heads, v, k), dtype=self.clock.options.state_dtype)
+            self._set_checkpoint(checkpoint)
+            self.is_recurrent_states_initialized[state_idx] = True
+
+    def _set_checkpoint(self, checkpoint: torch.Tensor) -> None:
+        self.checkpoint = _static(checkpoint)
+        self._states[0] = checkpoint.transpose(-1, -2)
+        self.ring = None
+        self.device = checkpoint.device  # type: ignore[assignment]
+
+    def rings(self, spec: LayerSpec, io_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The d, k and g caches, allocated when first asked for. Dead rows are left undefined."""
+        if self.ring is None:
+            assert self.checkpoint is not None
+            arrays = spec.ring_arrays(self.clock.options.ring_len, self.checkpoint.shape[0], _name(io_dtype))
+            d, k, g = (
+                _static(torch.empty(a.shape, dtype=getattr(torch, a.dtype), device=self.checkpoint.device))
+                for a in arrays
+            )
+            self.ring = (d, k, g)
+        return self.ring
+
+    def rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Checkpoint, slots and cursors for `batch` rows. Raises `ShapeError` when the cache holds another number."""
+        if self.checkpoint is None:
+            raise CacheStateError("this cache layer has a conv state but no recurrent state; start from an empty cache")
+        if batch != self.checkpoint.shape[0]:
+            raise ShapeError(
+                f"the batch has {batch} rows, the cache {self.checkpoint.shape[0]}; "
+                "use one cache per batch, or cache.batch_select_indices to change it"
+            )
+        return self.checkpoint, *self.clock.rows(batch, self.checkpoint.device)
+
+    def fold(self) -> None:
+        """Fold this layer's ring into its checkpoint; the clock resets the cursor once all layers have done so."""
+        if self.ring is not None:
+            checkpoint, slots, cursor = self.rows(self.ring[0].shape[0])
+            ops.flush(checkpoint, *self.ring, slots, cursor)
+
+    def reset(self) -> None:
+        """Back to an empty sequence, memory kept."""
+        self.clock.clear()
+        self.clock.packed = self.clock.options.mode == "packed"
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Permute the rows. Beam search does so at every step, where a ring saves nothing: from now on packed."""
+        self.clock.packed = True
+        self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (int or bool)."""
+        self._select(lambda t: t[indices.to(t.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, in place."""
+        self._select(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        """Move the flushed state to the CPU."""
+        home = self.device
+        self._select(lambda t: t.to("cpu", non_blocking=True))
+        self.device = home
+
+    def prefetch(self) -> None:
+        """Move the state back to the layer's own device."""
+        home = self.device
+        self._select(lambda t: t.to(home, non_blocking=True))
+
+    def _select(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.clock.flush()
+        for i, conv in self.conv_states.items():
+            if conv is not None:
+                self.conv_states[i] = pick(conv)
+        if self.checkpoint is not None:
+            self._set_checkpoint(pick(self.checkpoint))
+
+
+class ReplayCache(DynamicCache):
+    """`past_key_values` for hybrid models: `DynamicCache` whose linear layers hold checkpoint and ring.
+
+    Args:
+        config: the model's config.
+        ring_len: L, 1 … 64 decode steps between flushes.
+        state_dtype: float32, bfloat16 or float16, as a name or a torch dtype; None follows the model's config and
+            `REPLAYSSM_STATE_DTYPE`.
+        mode: "replay", or "packed" for no ring.
+
+    Not needed after `replayssm.enable(model)`, which upgrades whatever cache the model meets; give one explicitly to
+    use other options for one generation.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        ring_len: int = DEFAULT_RING_LEN,
+        state_dtype: str | torch.dtype | None = None,
+        mode: Mode = "replay",
+    ) -> None:
+        super().__init__(config=config)
+        text = config.get_text_config(decoder=True)
+        options = ReplayOptions.resolve(ring_len, state_dtype, mode, config_state_dtype(text))
+        for i, layer in enumerate(self.layers):
+            if type(layer) is LinearAttentionLayer:
+                adopt(self, i, options)
+
+    def flush(self) -> None:
+        """Fold all rings, so that the checkpoints are the states."""
+        for layer in self.layers:
+            if isinstance(layer, ReplayLayer):
+                layer.clock.flush()
+                return
+
+
+def adopt(cache: Cache, layer_idx: int, options: ReplayOptions) -> ReplayLayer:
+    """The replay layer at `layer_idx` of any transformers cache, upgraded in place when it is a stock one.
+
+    A stock layer that already holds a state keeps it. Raises `CacheStateError` when there is no linear-attention
+    layer at that index.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if isinstance(layer, ReplayLayer):
+        return layer
+    if type(layer) is not LinearAttentionLayer:
+        found = "nothing" if layer is None else type(layer).__name__
+        raise CacheStateError(
+            f"layer {layer_idx} of the cache is {found}, expected a linear-attention layer; "
+            "create the cache with the model's config: DynamicCache(config=model.config)"
+        )
+    clock = next((peer.clock for peer in cache.layers if isinstance(peer, ReplayLayer)), None)
+    if clock is None:
+        linear = [i for i, peer in enumerate(cache.layers) if isinstance(peer, LinearAttentionCacheLayerMixin)]
+        clock = RingClock(options, last_layer=linear[-1])
+    ours = ReplayLayer(clock, layer.number_of_states)
+    ours.record_past = layer.record_past
+    ours.dtype, ours.device = layer.dtype, layer.device
+    ours.conv_states = layer.conv_states
+    ours.conv_kernel_size = layer.conv_kernel_size
+    ours.is_conv_states_initialized = layer.is_conv_states_initialized
+    ours.has_previous_state = layer.has_previous_state
+    state = layer.recurrent_states[0]
+    if state is not None:
+        ours.update_recurrent_state(state)
+    cache.layers[layer_idx] = ours
+    return ours
+
+
+def config_state_dtype(config: PreTrainedConfig) -> str | None:
+    """What the model's config asks the state to be stored in (`mamba_ssm_dtype`), if anything."""
+    value = getattr(config, "mamba_ssm_dtype", None)
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _static(tensor: torch.Tensor) -> torch.Tensor:
+    # A fixed address lets a compiled forward be replayed from a CUDA graph.
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor

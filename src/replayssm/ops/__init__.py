@@ -1,0 +1,38 @@
+"""Public operations: validate, choose a backend, launch. All work in place on caller-owned pools.
+
+A step of a model with replay: `gather_cursors`, then for each layer `causal_conv_update` and `gdn_decode` or
+`kda_decode`, and once at the end `advance_cursors`. Whoever reads a state outside decode first calls `flush`
+or `materialize`.
+"""
+
+from __future__ import annotations
+
+from replayssm.ops.conv import causal_conv_update
+from replayssm.ops.debug import debug_checks
+from replayssm.ops.decode import (
+    fused_recurrent_linear_packed_decode,
+    fused_recurrent_linear_replayssm_decode,
+    gdn_decode,
+    gdn_packed_decode,
+    kda_decode,
+    kda_packed_decode,
+)
+from replayssm.ops.ring import advance_cursors, flush, gather_cursors, materialize
+from replayssm.ops.traffic import TrafficCounter, count_traffic
+
+__all__ = [
+    "TrafficCounter",
+    "advance_cursors",
+    "causal_conv_update",
+    "count_traffic",
+    "debug_checks",
+    "flush",
+    "fused_recurrent_linear_packed_decode",
+    "fused_recurrent_linear_replayssm_decode",
+    "gather_cursors",
+    "gdn_decode",
+    "gdn_packed_decode",
+    "kda_decode",
+    "kda_packed_decode",
+    "materialize",
+]

@@ -1,0 +1,50 @@
+"""Checks of index *values*. They read the device, so they are off unless REPLAYSSM_DEBUG=1 or `debug_checks(True)`."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from replayssm.errors import SlotError
+
+_enabled = os.environ.get("REPLAYSSM_DEBUG", "") not in ("", "0")
+
+
+def debug_checks(enabled: bool) -> bool:
+    """Switch the checks on or off; returns what was set before."""
+    global _enabled
+    before, _enabled = _enabled, enabled
+    return before
+
+
+def debug_enabled() -> bool:
+    """Whether the checks are on."""
+    return _enabled
+
+
+def check_slots(name: str, indices: Tensor, slots: int, distinct: bool = True) -> None:
+    """Live entries of `indices` lie in 0 … slots-1 and are distinct (unless they may repeat), else `SlotError`."""
+    live = [i for i in indices.tolist() if i >= 0]
+    outside = sorted({i for i in live if i >= slots})
+    if outside:
+        raise SlotError(f"{name} names slots {outside}, but the pool has {slots} (0…{slots - 1}); -1 marks padding")
+    twice = sorted({i for i in live if live.count(i) > 1})
+    if distinct and twice:
+        raise SlotError(f"{name} names slots {twice} more than once; a slot may serve one row of a batch")
+
+
+def check_write_pos(write_pos: Tensor, indices: Tensor, ring_len: int, full: bool = False) -> None:
+    """Cursors of live rows lie in 0 … L-1 (0 … L where a full ring is allowed), else `SlotError`."""
+    high = ring_len if full else ring_len - 1
+    pairs = zip(indices.tolist(), write_pos.tolist(), strict=True)
+    bad = [f"{pos} (slot {slot})" for slot, pos in pairs if slot >= 0 and not 0 <= pos <= high]
+    if bad:
+        raise SlotError(f"write_pos holds {', '.join(bad)}, but a ring of length {ring_len} allows 0…{high}")
+
+
+def check_disjoint(src: Tensor, dst: Tensor) -> None:
+    """No slot of one pool is both source and destination, else `SlotError`."""
+    both = sorted({i for i in src.tolist() if i >= 0} & {i for i in dst.tolist() if i >= 0})
+    if both:
+        raise SlotError(f"slots {both} are both source and destination; copy through a free slot instead")

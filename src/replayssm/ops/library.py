@@ -1,0 +1,157 @@
+"""The registered operations (namespace `replayssm`): what torch.compile and CUDA graphs see.
+
+Every mutated tensor is named in the schema and nothing is returned that aliases an input. An implementation runs
+the value checks and the traffic count when these are switched on, then the backend of the device. The public
+functions beside this module validate first; call those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm.kernels.choose import backend
+from replayssm.ops import debug, traffic
+
+_LIB = torch.library.Library("replayssm", "DEF")
+
+_INPUTS = "Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, float scale, "
+_FLAGS = "bool use_qk_l2norm_in_kernel, bool is_kda, float? lower_bound, float beta_scale"
+
+
+def _register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
+    name = schema.partition("(")[0]
+    _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _LIB.impl(name, impl, key)
+    torch.library.register_fake(f"replayssm::{name}", fake or (lambda *args, **kwargs: None), lib=_LIB)
+
+
+def _replay_decode(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor,
+    d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, out: Tensor, ssm_state_indices: Tensor, write_pos: Tensor,
+    force_flush: Tensor | None, use_qk_l2norm_in_kernel: bool, is_kda: bool, lower_bound: float | None,
+    beta_scale: float,
+) -> None:  # fmt: skip
+    if debug.debug_enabled():
+        debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
+        debug.check_write_pos(write_pos, ssm_state_indices, d_cache.shape[2])
+    if traffic.active():
+        traffic.note_replay(initial_state, (d_cache, k_cache, g_cache), ssm_state_indices, write_pos, force_flush)
+    backend(initial_state.device.type).replay_decode(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, d_cache, k_cache, g_cache, out, ssm_state_indices,
+        write_pos, force_flush, use_qk_l2norm_in_kernel, is_kda, lower_bound, beta_scale,
+    )  # fmt: skip
+
+
+def _packed_decode(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor,
+    out: Tensor, ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool, is_kda: bool, lower_bound: float | None,
+    beta_scale: float,
+) -> None:  # fmt: skip
+    if debug.debug_enabled():
+        debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
+    if traffic.active():
+        traffic.note_packed(initial_state, ssm_state_indices)
+    backend(initial_state.device.type).packed_decode(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel,
+        is_kda, lower_bound, beta_scale,
+    )  # fmt: skip
+
+
+def _flush(
+    initial_state: Tensor, d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, ssm_state_indices: Tensor,
+    write_pos: Tensor, use_qk_l2norm_in_kernel: bool,
+) -> None:  # fmt: skip
+    if debug.debug_enabled():
+        debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[-4])
+        debug.check_write_pos(write_pos, ssm_state_indices, d_cache.shape[-2], full=True)
+    if traffic.active():
+        traffic.note_flush(initial_state, (d_cache, k_cache, g_cache), ssm_state_indices, write_pos)
+    backend(initial_state.device.type).flush(
+        initial_state, d_cache, k_cache, g_cache, ssm_state_indices, write_pos, use_qk_l2norm_in_kernel
+    )
+
+
+def _materialize(
+    initial_state: Tensor, d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, src_indices: Tensor, write_pos: Tensor,
+    dst_state: Tensor, dst_indices: Tensor, use_qk_l2norm_in_kernel: bool,
+) -> None:  # fmt: skip
+    if debug.debug_enabled():
+        debug.check_slots("src_indices", src_indices, initial_state.shape[-4], distinct=False)
+        debug.check_slots("dst_indices", dst_indices, dst_state.shape[-4])
+        debug.check_write_pos(write_pos, src_indices, d_cache.shape[-2], full=True)
+        if dst_state.data_ptr() == initial_state.data_ptr():
+            debug.check_disjoint(src_indices, dst_indices)
+    if traffic.active():
+        traffic.note_materialize(
+            initial_state, (d_cache, k_cache, g_cache), src_indices, write_pos, dst_state, dst_indices
+        )
+    backend(initial_state.device.type).materialize(
+        initial_state, d_cache, k_cache, g_cache, src_indices, write_pos, dst_state, dst_indices,
+        use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
+def _advance_cursors(
+    cursor: Tensor, ssm_state_indices: Tensor, ring_len: int, force_flush: Tensor | None, num_tokens: Tensor | None
+) -> None:
+    if debug.debug_enabled():
+        debug.check_slots("ssm_state_indices", ssm_state_indices, cursor.shape[0])
+    backend(cursor.device.type).advance_cursors(cursor, ssm_state_indices, ring_len, force_flush, num_tokens)
+
+
+def _gather_cursors(cursor: Tensor, ssm_state_indices: Tensor) -> Tensor:
+    if debug.debug_enabled():
+        debug.check_slots("ssm_state_indices", ssm_state_indices, cursor.shape[0])
+    return backend(cursor.device.type).gather_cursors(cursor, ssm_state_indices)
+
+
+def _causal_conv_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, ssm_state_indices: Tensor,
+    activation: str | None, out: Tensor,
+) -> None:  # fmt: skip
+    if debug.debug_enabled():
+        debug.check_slots("ssm_state_indices", ssm_state_indices, conv_state.shape[0])
+    backend(x.device.type).causal_conv_update(x, conv_state, weight, bias, ssm_state_indices, activation, out)
+
+
+_register(
+    f"replay_decode({_INPUTS}Tensor(a!) initial_state, Tensor(b!) d_cache, Tensor(c!) k_cache, Tensor(d!) g_cache, "
+    f"Tensor(e!) out, Tensor ssm_state_indices, Tensor write_pos, Tensor? force_flush, {_FLAGS}) -> ()",
+    _replay_decode,
+)
+_register(
+    f"packed_decode({_INPUTS}Tensor(a!) initial_state, Tensor(b!) out, Tensor ssm_state_indices, {_FLAGS}) -> ()",
+    _packed_decode,
+)
+_register(
+    "flush(Tensor(a!) initial_state, Tensor d_cache, Tensor k_cache, Tensor g_cache, Tensor ssm_state_indices, "
+    "Tensor write_pos, bool use_qk_l2norm_in_kernel) -> ()",
+    _flush,
+)
+_register(
+    "materialize(Tensor initial_state, Tensor d_cache, Tensor k_cache, Tensor g_cache, Tensor src_indices, "
+    "Tensor write_pos, Tensor(a!) dst_state, Tensor dst_indices, bool use_qk_l2norm_in_kernel) -> ()",
+    _materialize,
+)
+_register(
+    "advance_cursors(Tensor(a!) cursor, Tensor ssm_state_indices, int ring_len, Tensor? force_flush, "
+    "Tensor? num_tokens) -> ()",
+    _advance_cursors,
+)
+_register(
+    "gather_cursors(Tensor cursor, Tensor ssm_state_indices) -> Tensor",
+    _gather_cursors,
+    lambda cursor, ssm_state_indices: torch.empty_like(ssm_state_indices),
+)
+_register(
+    "causal_conv_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor ssm_state_indices, "
+    "str? activation, Tensor(b!) out) -> ()",
+    _causal_conv_update,
+)
+
+OPS = torch.ops.replayssm
