@@ -71,23 +71,10 @@ def test_zero_and_tiny_rows_have_finite_norms():
     assert torch_math.l2norm(x)[2].tolist() == pytest.approx([0.6, 0.8])
 
 
-@given(st.lists(st.integers(0, 12), unique=True, min_size=1, max_size=9), st.booleans(), st.data())
-def test_runs_cover_every_row_once(slots, joined, data):
-    flush = [data.draw(st.booleans()) for _ in slots]
-    seen = []
-    for run in torch_rows.runs(slots, flush, joined):
-        assert joined or run.length == 1
-        for i in range(run.length):
-            assert slots[run.row + i] == run.slot + i
-            assert flush[run.row + i] == run.flush
-            seen.append(run.row + i)
-    assert seen == list(range(len(slots)))
-
-
 @given(st.lists(st.integers(0, 8), unique=True, min_size=1, max_size=9))
 def test_gather_views_consecutive_slots_and_copies_others(slots):
     pool = torch.arange(9.0)
-    got = torch_rows.gather(pool, slots)
+    got = torch_rows.live_rows(int32(*slots)).gather(pool)
     assert got.tolist() == [float(s) for s in slots]
     consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
     assert (got.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()) == consecutive
@@ -95,8 +82,19 @@ def test_gather_views_consecutive_slots_and_copies_others(slots):
 
 def test_live_rows():
     rows = torch_rows.live_rows(int32(-1, 5, -7, 0))
-    assert rows.slots == [5, 0]
+    assert rows.slots.tolist() == [5, 0]
+    assert rows.first is None
     assert rows.take(torch.arange(4)).tolist() == [1, 3]
-    assert rows.pick([7, 8, 9, 10]) == [8, 10]
-    assert torch_rows.live_rows(int32(2, 1)).live is None
-    assert torch_rows.live_rows(int32(-1)).slots == []
+    out = torch.zeros(4)
+    rows.put(out, torch.tensor([7.0, 8.0]))
+    assert out.tolist() == [0, 7, 0, 8]
+    assert torch_rows.live_rows(int32(2, 1)).where is None
+    assert torch_rows.live_rows(int32(4, 5, 6)).first == 4
+    assert torch_rows.live_rows(int32(-1)).length == 0
+
+
+def test_some_of_the_live_rows():
+    some = torch_rows.live_rows(int32(-1, 3, 9, 4)).some(torch.tensor([0, 2]))
+    assert some.slots.tolist() == [3, 4]
+    assert some.first == 3
+    assert some.take(torch.tensor([10, 20, 30])).tolist() == [10, 30]

@@ -42,10 +42,11 @@ def test_head_counts_and_dims(kind, dims):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_forced_flushes_stagger_the_rows(kind):
+@pytest.mark.parametrize("slots", [SLOTS, int32(2, 3, 4, 5)])
+def test_random_forced_flushes_stagger_the_rows(kind, slots):
     lay, steps = layer(kind, ring_len=5), 40
-    force = (torch.rand(steps, len(SLOTS), generator=torch.Generator().manual_seed(3)) < 0.2).int()
-    check_run(lay, steps=steps, force=force)
+    force = (torch.rand(steps, len(slots), generator=torch.Generator().manual_seed(3)) < 0.2).int()
+    check_run(lay, slots, steps=steps, force=force)
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])

@@ -143,11 +143,12 @@ def test_the_last_valid_row_of_a_padded_bucket(kind):
 
 
 @KIND
+@pytest.mark.parametrize("slots", [int32(1, 2, 4), int32(1, 2, 3)])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_strided_pools_and_inputs(kind, state_dtype):
+def test_strided_pools_and_inputs(kind, state_dtype, slots):
     """Pools that are slices of larger storage are updated in that storage; inputs may have any row stride."""
     lay = layer(kind, ring_len=3, state_dtype=state_dtype)
-    slots, steps = int32(1, 2, 4), 7
+    steps = 7
     plain, strided = Pool(lay, 5, 0.0), Pool(lay, 5, 0.0)
     storage = {}
     for name in ("initial_state", "d_cache", "k_cache", "g_cache"):

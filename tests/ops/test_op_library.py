@@ -98,5 +98,5 @@ def test_one_compiled_graph_serves_every_phase_and_counts_its_traffic(kind):
     for eager, graph in zip(results[0][:3], results[1][:3], strict=True):
         assert torch.equal(eager, graph)
     assert results[0][3] == results[1][3]
-    assert results[0][3]["rows"] == 11 * 2 * 2
+    assert results[0][3].rows == 11 * 2 * 2
     assert compiles == 1

@@ -178,7 +178,7 @@ def _counted(route: Route) -> Iterator[dict[str, int]]:
         return
     with ops.count_traffic() as counted:
         yield result
-    result.update(counted.totals())
+    result.update(counted.totals()._asdict())
 
 
 class _Stopwatch(BaseStreamer):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.kernels.torch_rows import consecutive, gather, live_rows
+from replayssm.kernels.torch_rows import live_rows
 
 
 def causal_conv_update(
@@ -20,13 +20,13 @@ def causal_conv_update(
 ) -> None:
     """See `replayssm.ops.causal_conv_update`."""
     rows = live_rows(ssm_state_indices)
-    if rows.live is not None:
+    if rows.where is not None:
         out.zero_()
-    if not rows.slots:
+    if rows.length == 0:
         return
     width = weight.shape[1]
     x = rows.take(x)
-    state = gather(conv_state, rows.slots)
+    state = rows.gather(conv_state)
     size = state.shape[2]
     y = x * weight[:, -1].float()
     for i in range(width - 1):  # the taps, not the rows
@@ -35,13 +35,10 @@ def causal_conv_update(
         y.add_(bias)
     if activation == "silu":
         y = F.silu(y, inplace=True)
-    if rows.where is None:
-        out.copy_(y)
-    else:
-        out.index_copy_(0, rows.where, y.to(out.dtype))
+    rows.put(out, y)
     if size:
         window = torch.cat([state[:, :, 1:], x.unsqueeze(2).to(state.dtype)], 2)
-        if consecutive(rows.slots):
+        if rows.first is not None:
             state.copy_(window)  # `state` is a view of the pool
         else:
-            conv_state.index_copy_(0, torch.tensor(rows.slots, device=conv_state.device), window)
+            conv_state.index_copy_(0, rows.slots, window)

@@ -5,7 +5,8 @@ Per value head, from checkpoint S₀ and the records (d_j, k̂_j, w_j = decay of
 so the state is read once and written only by rows that flush. Packed decode is the case with no record in which
 every row flushes. All sums are fp32. Formulas: docs/mathematics.md.
 
-The row decisions are made on the host, which costs nothing on a CPU. On a GPU this code is correct but slow.
+All rows go through each tensor call together. Which rows flush is looked up on the host, which costs nothing on a CPU;
+on a GPU this code is correct, but waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from replayssm.kernels.torch_math import l2norm, log_decay
 from replayssm.kernels.torch_ring import Records, Ring, append, fold, read_records
-from replayssm.kernels.torch_rows import Rows, heads, live_rows, run_slice, runs, slots_joined, store
+from replayssm.kernels.torch_rows import Rows, live_rows, rounded
 
 
 def replay_decode(
@@ -40,12 +41,10 @@ def replay_decode(
 ) -> None:
     """Replay decode: a row appends its record, or folds the ring when it is full or `force_flush` says so."""
     rows = live_rows(ssm_state_indices)
-    pos = rows.pick(write_pos.tolist())
-    last = d_cache.shape[2] - 1
-    if force_flush is None:
-        flush = [p == last for p in pos]
-    else:
-        flush = [p == last or f != 0 for p, f in zip(pos, rows.pick(force_flush.tolist()), strict=True)]
+    pos = rows.take(write_pos)
+    flush = pos == d_cache.shape[2] - 1
+    if force_flush is not None:
+        flush |= rows.take(force_flush) != 0
     _step(
         mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, Ring(d_cache, k_cache, g_cache), out, rows, pos, flush,
         use_qk_l2norm_in_kernel, is_kda, lower_bound, beta_scale,
@@ -68,10 +67,8 @@ def packed_decode(
     beta_scale: float,
 ) -> None:
     """Packed decode: every row reads and writes its whole state."""
-    rows = live_rows(ssm_state_indices)
-    n = len(rows.slots)
     _step(
-        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, None, out, rows, [0] * n, [True] * n,
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, None, out, live_rows(ssm_state_indices), None, None,
         use_qk_l2norm_in_kernel, is_kda, lower_bound, beta_scale,
     )  # fmt: skip
 
@@ -87,16 +84,16 @@ def _step(
     ring: Ring | None,
     out: Tensor,
     rows: Rows,
-    pos: list[int],
-    flush: list[bool],
+    pos: Tensor | None,
+    flush: Tensor | None,
     use_l2norm: bool,
     is_kda: bool,
     lower_bound: float | None,
     beta_scale: float,
 ) -> None:
-    if rows.live is not None:
+    if rows.where is not None:
         out.zero_()
-    n = len(rows.slots)
+    n = rows.length
     if n == 0:
         return
     _, hv, v_dim, k_dim = state.shape
@@ -114,71 +111,75 @@ def _step(
         beta.mul_(beta_scale)
 
     records = None
-    if ring is not None and max(pos) > 0:
-        records = read_records(ring, rows.slots, pos, g, use_l2norm)
-        decay = records.decay[:, :1]
+    if ring is not None and pos is not None and (deepest := int(pos.max())) > 0:
+        records = read_records(ring, rows, pos, deepest, g, use_l2norm)
+        decay = records.decay[:, :, :1]
     else:
-        decay = g.exp().reshape(n * hv, 1, -1)
+        decay = g.exp().view(n, hv, 1, -1)
 
     x = x.transpose(1, 2)  # [n, H, (q, k), K]
-    y = _ring_readout(records, x, n * hv, v_dim)
-    x = (x.unsqueeze(2) * decay.view(n, h, hv // h, 1, -1)).reshape(n * hv, 2, k_dim)
+    y = _ring_readout(records, x, hv, v_dim)
+    x = (x.unsqueeze(2) * decay.reshape(n, h, hv // h, 1, -1)).reshape(n * hv, 2, k_dim)
+    # The pool itself for an fp32 state in consecutive slots, else a copy.
+    joined = rows.first is not None and state.stride(0) == hv * v_dim * k_dim
+    work = (rows.gather(state) if joined else state.index_select(0, rows.slots)).float()
+    y = y.baddbmm_(x, work.view(n * hv, v_dim, k_dim).mT).view(n, hv, 2, v_dim)
 
-    loaded = []
-    for run in runs(rows.slots, flush, slots_joined(state)):
-        view = heads(state, run)
-        work = view.float()  # the view itself for an fp32 state
-        part = run_slice(run, hv)
-        y[part].baddbmm_(x[part], work.mT)
-        if run.flush:
-            loaded.append((run, view, work))
-
-    y = y.view(n, hv, 2, v_dim)
     d = torch.sub(qkv.narrow(1, 2 * h * k_dim, hv * v_dim).view(n, hv, v_dim), y[:, :, 1]).mul_(beta.unsqueeze(-1))
-    o = torch.addcmul(y[:, :, 0], d, _per_value_head(kq, hv).unsqueeze(-1))
-    if rows.where is None:
-        out.select(1, 0).copy_(o)
-    else:
-        out.select(1, 0).index_copy_(0, rows.where, o.to(out.dtype))
+    rows.put(out.select(1, 0), torch.addcmul(y[:, :, 0], d, _per_value_head(kq, hv).unsqueeze(-1)))
 
-    if loaded:
-        d_heads, k_heads = d.reshape(n * hv, v_dim), _per_value_head(k, hv).reshape(n * hv, k_dim)
-        for run, view, work in loaded:
-            part = run_slice(run, hv)
-            fold(work, records and records.part(run), decay[part], d_heads[part], k_heads[part])
-            if work is not view:
-                store(view, work)
-    if ring is not None:
-        _append(ring, rows.slots, pos, flush, d, qkv.narrow(1, h * k_dim, h * k_dim).view(n, h, k_dim), g)
+    folding, appending = _split(flush)
+    if folding is not _NONE:
+        part = work if folding is None else work.index_select(0, folding)
+        fold(
+            part.flatten(0, 1),
+            records and records.some(folding),
+            _some(decay, folding).flatten(0, 1),
+            _some(d, folding),
+            _some(_per_value_head(k, hv), folding),
+        )
+        if folding is not None or not joined or state.dtype != torch.float32:
+            state.index_copy_(0, _some(rows.slots, folding), rounded(part, state.dtype))
+    if ring is not None and pos is not None and appending is not _NONE:
+        k_raw = qkv.narrow(1, h * k_dim, h * k_dim).view(n, h, k_dim)
+        chosen = rows if appending is None else rows.some(appending)
+        append(ring, chosen, *(_some(t, appending) for t in (pos, d, k_raw, g)))
 
 
-def _ring_readout(records: Records | None, x: Tensor, heads_total: int, v_dim: int) -> Tensor:
+# Marks an empty choice of rows, where None stands for all of them.
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+def _split(flush: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Rows that fold and rows that append: None for all, `_NONE` for none, else their numbers."""
+    if flush is None:
+        return None, _NONE
+    folding = int(flush.sum())
+    if folding == 0:
+        return _NONE, None
+    if folding == flush.shape[0]:
+        return None, _NONE
+    return flush.nonzero().squeeze(1), (~flush).nonzero().squeeze(1)
+
+
+def _some(x: Tensor, which: Tensor | None) -> Tensor:
+    return x if which is None else x.index_select(0, which)
+
+
+def _ring_readout(records: Records | None, x: Tensor, hv: int, v_dim: int) -> Tensor:
     """Σ_j d_j·⟨w_j ∘ k̂_j, x⟩ for both x: [rows·HV, 2, V]; x is [rows, H, 2, K]."""
-    if records is None:
-        return x.new_zeros(heads_total, 2, v_dim)
     rows, h, _, k_dim = x.shape
+    if records is None:
+        return x.new_zeros(rows * hv, 2, v_dim)
     n = records.depth
     if records.decay.shape[-1] == 1:
         # One decay per head: the dot products are shared by the value heads of a key head.
         dots = torch.matmul(x, records.k.mT).unsqueeze(2)
-        coef = (dots * records.decay[:, 1:, 0].view(rows, h, -1, 1, n)).view(-1, 2, n)
+        coef = (dots * records.decay[:, :, 1:, 0].reshape(rows, h, -1, 1, n)).reshape(-1, 2, n)
     else:
-        x = x.unsqueeze(2).expand(rows, h, heads_total // (rows * h), 2, k_dim).reshape(-1, 2, k_dim)
-        coef = torch.bmm(x, records.weighted_k().mT)
-    return torch.bmm(coef, records.d)
-
-
-def _append(
-    ring: Ring, slots: list[int], pos: list[int], flush: list[bool], d: Tensor, k_raw: Tensor, g: Tensor
-) -> None:
-    keep = [i for i, f in enumerate(flush) if not f]
-    if not keep:
-        return
-    if len(keep) < len(slots):
-        index = torch.tensor(keep, device=d.device)
-        d, k_raw, g = (t.index_select(0, index) for t in (d, k_raw, g))
-        slots, pos = [slots[i] for i in keep], [pos[i] for i in keep]
-    append(ring, slots, pos, d, k_raw, g)
+        x = x.unsqueeze(2).expand(rows, h, hv // h, 2, k_dim).reshape(-1, 2, k_dim)
+        coef = torch.bmm(x, records.weighted_k().flatten(0, 1).mT)
+    return torch.bmm(coef, records.d.flatten(0, 1))
 
 
 def _per_value_head(x: Tensor, hv: int) -> Tensor:

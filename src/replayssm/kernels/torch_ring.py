@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 from replayssm.kernels.torch_math import decay_weights, l2norm
-from replayssm.kernels.torch_rows import (
-    Run,
-    consecutive,
-    gather,
-    heads,
-    live_rows,
-    run_slice,
-    runs,
-    slots_joined,
-    store,
-)
+from replayssm.kernels.torch_rows import Rows, live_rows, rounded
 
 
 class Ring(NamedTuple):
@@ -37,7 +27,7 @@ class Ring(NamedTuple):
 class Records(NamedTuple):
     """n valid records of each row, fp32; a row with fewer has zeros in their place.
 
-    d [rows·HV, n, V], k̂ [rows, H, n, K], decay [rows·HV, n + 1, 1 or K] as `decay_weights` returns it.
+    d [rows, HV, n, V], k̂ [rows, H, n, K], decay [rows, HV, n + 1, 1 or K] as `decay_weights` returns it.
     """
 
     d: Tensor
@@ -46,65 +36,72 @@ class Records(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The longest row's number of records."""
-        return self.d.shape[1]
+        """n."""
+        return self.d.shape[2]
 
-    def part(self, run: Run) -> Records:
-        """The records of one run of rows."""
-        hv = self.d.shape[0] // self.k.shape[0]
-        heads_of = run_slice(run, hv)
-        return Records(self.d[heads_of], self.k[run.row : run.row + run.length], self.decay[heads_of])
+    def some(self, which: Tensor | None) -> Records:
+        """The records of some rows; of all for None."""
+        return self if which is None else Records(*(x.index_select(0, which) for x in self))
 
     def weighted_k(self) -> Tensor:
-        """k̂ of every value head, decayed to now: [rows·HV, n, K]."""
+        """k̂ of every value head, decayed to now: [rows, HV, n, K]."""
         rows, h, n, dim = self.k.shape
-        w = self.decay[:, 1:].reshape(rows, h, -1, n, self.decay.shape[-1])
-        return (self.k.unsqueeze(2) * w).view(-1, n, dim)
+        w = self.decay[:, :, 1:].unflatten(1, (h, -1))
+        return (self.k.unsqueeze(2) * w).view(rows, -1, n, dim)
 
 
-def read_records(ring: Ring, slots: list[int], pos: list[int], g_now: Tensor | None, use_l2norm: bool) -> Records:
-    """Records 0 … pos-1 of each slot. At least one `pos` is > 0."""
-    n = max(pos)
-    d, k, g = (gather(t.narrow(2, 0, n), slots) for t in ring)
+def read_records(ring: Ring, rows: Rows, pos: Tensor, n: int, g_now: Tensor | None, use_l2norm: bool) -> Records:
+    """Records 0 … pos-1 of each row, pos [rows]; n is the largest pos, at least 1."""
+    d, k, g = (rows.gather(cache.narrow(2, 0, n)) for cache in ring)
     k = k.float()
-    if min(pos) < n:
+    dead = torch.arange(n, device=pos.device) >= pos.unsqueeze(1)
+    if dead.any():
         # Select, never multiply: a dead record may be NaN.
-        dead = torch.arange(n, device=d.device) >= torch.tensor(pos, device=d.device).unsqueeze(1)
         dead = dead.view(-1, 1, n, 1)
         d, k = d.masked_fill(dead, 0), k.masked_fill(dead, 0)
         g = g.masked_fill(dead if g.ndim == 4 else dead.squeeze(-1), 0)
     if use_l2norm:
         k = l2norm(k)
-    g = g.reshape(-1, *g.shape[2:])
-    return Records(d.reshape(-1, n, d.shape[-1]), k, decay_weights(g, None if g_now is None else g_now.flatten(0, 1)))
+    now = None if g_now is None else g_now.flatten(0, 1)
+    decay = decay_weights(g.flatten(0, 1), now)
+    return Records(d, k, decay.unflatten(0, g.shape[:2]))
 
 
-def append(ring: Ring, slots: list[int], pos: list[int], d: Tensor, k_raw: Tensor, g: Tensor) -> None:
+def append(ring: Ring, rows: Rows, pos: Tensor, d: Tensor, k_raw: Tensor, g: Tensor) -> None:
     """Write the record of each row at its own position; d [rows, HV, V], k_raw [rows, H, K], g as the gate."""
-    if min(pos) == max(pos) and consecutive(slots):
+    at = int(pos[0])
+    if rows.first is not None and (rows.length == 1 or bool((pos == at).all())):
         for cache, value in zip(ring, (d, k_raw, g), strict=True):
-            cache.narrow(0, slots[0], len(slots)).select(2, pos[0]).copy_(value)
+            rows.gather(cache).select(2, at).copy_(value)
         return
-    slot_index, pos_index = torch.tensor(slots, device=d.device), torch.tensor(pos, device=d.device)
     for cache, value in zip(ring, (d, k_raw, g), strict=True):
-        cache[slot_index, :, pos_index] = value
+        cache[rows.slots, :, pos] = value
 
 
 def fold(state: Tensor, records: Records | None, decay: Tensor, d: Tensor | None, k: Tensor | None) -> None:
-    """In place on fp32 [heads, V, K]: state·decay + Σ_j d_j (w_j ∘ k̂_j)ᵀ + d k̂ᵀ, all in fp32.
+    """In place on fp32 [rows·HV, V, K]: state·decay + Σ_j d_j (w_j ∘ k̂_j)ᵀ + d k̂ᵀ, all in fp32.
 
-    decay [heads, 1, 1 or K]; `d` [heads, V] and `k` [heads, K] are the current token's, or None in a bare flush.
+    decay [rows·HV, 1, 1 or K]; `d` [rows, HV, V] and `k` [rows, HV, K] are the current token's, None in a flush.
     """
     state.mul_(decay)
     if records is None:
-        if d is not None and k is not None:
-            state.addcmul_(d.unsqueeze(-1), k.unsqueeze(-2))
+        assert d is not None
+        assert k is not None
+        state.addcmul_(d.reshape(*state.shape[:2], 1), k.reshape(-1, 1, state.shape[2]))
         return
     ring_d, ring_k = records.d, records.weighted_k()
     if d is not None and k is not None:
-        ring_d = torch.cat([ring_d, d.unsqueeze(1)], 1)
-        ring_k = torch.cat([ring_k, k.unsqueeze(1)], 1)
-    state.baddbmm_(ring_d.mT, ring_k)
+        ring_d = torch.cat([ring_d, d.unsqueeze(2)], 2)
+        ring_k = torch.cat([ring_k, k.unsqueeze(2)], 2)
+    state.baddbmm_(ring_d.flatten(0, 1).mT, ring_k.flatten(0, 1))
+
+
+def _folded(state: Tensor, ring: Ring, rows: Rows, pos: Tensor, use_l2norm: bool) -> Tensor:
+    """The true states [rows, HV, V, K] fp32 of rows that all have records."""
+    records = read_records(ring, rows, pos, int(pos.max()), None, use_l2norm)
+    work = rows.gather(state).to(torch.float32, copy=True)
+    fold(work.flatten(0, 1), records, records.decay[:, :, :1].flatten(0, 1), None, None)
+    return work
 
 
 def flush(
@@ -118,19 +115,13 @@ def flush(
 ) -> None:
     """Fold ring[0:write_pos] of each row into its checkpoint; an optional leading layer axis on the pools."""
     rows = live_rows(ssm_state_indices)
-    todo = [(slot, p) for slot, p in zip(rows.slots, rows.pick(write_pos.tolist()), strict=True) if p > 0]
-    if not todo:
+    pos = rows.take(write_pos)
+    rows, pos = _with_records(rows, pos)
+    if rows.length == 0:
         return
-    slots, pos = [slot for slot, _ in todo], [p for _, p in todo]
     for state, *ring in _layers(initial_state, d_cache, k_cache, g_cache):
-        records = read_records(Ring(*ring), slots, pos, None, use_qk_l2norm_in_kernel)
-        for run in runs(slots, [True] * len(slots), slots_joined(state)):
-            view = heads(state, run)
-            work = view.float()
-            part = records.part(run)
-            fold(work, part, part.decay[:, :1], None, None)
-            if work is not view:
-                store(view, work)
+        work = _folded(state, Ring(*ring), rows, pos, use_qk_l2norm_in_kernel)
+        state.index_copy_(0, rows.slots, rounded(work, state.dtype))
 
 
 def materialize(
@@ -145,22 +136,25 @@ def materialize(
     use_qk_l2norm_in_kernel: bool,
 ) -> None:
     """Write the folded state of each source slot to its destination slot; the source stays as it is."""
-    pairs = zip(src_indices.tolist(), dst_indices.tolist(), write_pos.tolist(), strict=True)
-    todo = [(src, dst, p) for src, dst, p in pairs if src >= 0 and dst >= 0]
-    pending = [t for t in todo if t[2] > 0]
-    slots, pos = [t[0] for t in pending], [t[2] for t in pending]
+    rows = live_rows(torch.where(dst_indices >= 0, src_indices, -1))
+    pos, dst = rows.take(write_pos), rows.take(dst_indices).long()
+    clean = (pos <= 0).nonzero().squeeze(1)
+    pending, pending_pos = _with_records(rows, pos)
     for state, d, k, g, target in _layers(initial_state, d_cache, k_cache, g_cache, dst_state):
-        for src, dst, p in todo:
-            if p == 0:  # no record: a copy, exact to the bit where the dtypes agree
-                store(target[dst], state[src])
-        if not pending:
-            continue
-        records = read_records(Ring(d, k, g), slots, pos, None, use_qk_l2norm_in_kernel)
-        for i, (src, dst, _) in enumerate(pending):  # one state at a time bounds the scratch memory
-            work = state[src].to(torch.float32, copy=True)
-            part = records.part(Run(i, src, 1, True))
-            fold(work, part, part.decay[:, :1], None, None)
-            store(target[dst], work)
+        if clean.shape[0]:  # no record: a copy, exact to the bit where the dtypes agree
+            part = state.index_select(0, rows.slots[clean])
+            target.index_copy_(0, dst[clean], rounded(part, target.dtype))
+        if pending.length:
+            work = _folded(state, Ring(d, k, g), pending, pending_pos, use_qk_l2norm_in_kernel)
+            target.index_copy_(0, pending.take(dst), rounded(work, target.dtype))
+
+
+def _with_records(rows: Rows, pos: Tensor) -> tuple[Rows, Tensor]:
+    """The rows whose ring is not empty, renumbered among `rows`."""
+    if bool((pos > 0).all()):
+        return rows._replace(where=None), pos
+    pending = rows.some((pos > 0).nonzero().squeeze(1))
+    return pending, pending.take(pos)
 
 
 def _layers(*pools: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -14,24 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-FIELDS = ("state_read", "state_written", "ring_read", "ring_written", "rows", "appends", "flushes")
 
+class Totals(NamedTuple):
+    """Bytes of state and ring; rows, appends and flushes are row × layer counts."""
 
-class Totals(dict[str, int]):
-    """One integer for each of `FIELDS`, as an entry and as an attribute: `totals["rows"]`, `totals.rows`."""
-
-    def __getattr__(self, name: str) -> int:
-        if name in FIELDS:
-            return self[name]
-        raise AttributeError(name)
+    state_read: int
+    state_written: int
+    ring_read: int
+    ring_written: int
+    rows: int
+    appends: int
+    flushes: int
 
 
 class TrafficCounter:
-    """Accumulators of one `count_traffic` block. Sizes are bytes; rows, appends and flushes are row × layer counts.
+    """Accumulators of one `count_traffic` block.
 
     `rows` counts live rows of decode steps, `appends` records written, `flushes` ring folds into a checkpoint
     (`flush` with an empty ring is none; packed decode is none).
@@ -41,15 +43,15 @@ class TrafficCounter:
         self._sums: dict[torch.device, Tensor] = {}
 
     def add(self, device: torch.device, values: list[Tensor | int]) -> None:
-        """Add one value per field, without reading the device."""
+        """Add one value per field of `Totals`, without reading the device."""
         if device not in self._sums:
-            self._sums[device] = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
+            self._sums[device] = torch.zeros(len(Totals._fields), dtype=torch.int64, device=device)
         self._sums[device] += torch.stack([torch.as_tensor(v, dtype=torch.int64, device=device) for v in values])
 
     def totals(self) -> Totals:
         """Sums over all devices, as integers. Waits for the devices."""
         sums = [s.tolist() for s in self._sums.values()]
-        return Totals((name, sum(s[i] for s in sums)) for i, name in enumerate(FIELDS))
+        return Totals(*(sum(column) for column in zip([0] * len(Totals._fields), *sums, strict=True)))
 
 
 _active: list[TrafficCounter] = []
