@@ -11,7 +11,7 @@ JOBS  ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 MODEL      ?= gdn
 MAX_TOKENS ?= 200
-RUN_ARGS   ?= --max-tokens $(MAX_TOKENS) --temperature 0.8 --top-p 0.95 --seed 1
+RUN_ARGS   ?= --max-tokens $(MAX_TOKENS) --temperature 0.7 --top-p 0.9 --seed 3
 TEST_ARGS  ?=
 
 .PHONY: help setup run check test lint format types clean

@@ -12,9 +12,8 @@ from replayssm.dtypes import parse_state_dtype
 from replayssm.errors import OptionError, PromptError
 from replayssm.spec import check_ring_len
 
-SAMPLE_PROMPT = (
-    "It was a fine morning in the beginning of spring, and Elizabeth had walked as far as the gate of the park, when"
-)
+# A heading as in the shipped model's training text, and a few words.
+SAMPLE_PROMPT = "Pride and Prejudice, Chapter 62\n\nElizabeth was sitting by the window, when"
 
 
 @dataclass(frozen=True)
