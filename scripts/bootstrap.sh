@@ -63,11 +63,12 @@ install_torch() {
     if "$PY" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null
     then
         say "torch $version is there"
-    else
-        say "torch $version${TORCH_INDEX:+ from $TORCH_INDEX}"
-        # With two indexes pip prefers the build with a local version, such as +cpu.
-        or_show_log pip_install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$version"
+        return
     fi
+    say "torch $version${TORCH_INDEX:+ from $TORCH_INDEX}"
+    local from=(${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
+    if ! command -v nvidia-smi >/dev/null && pip_install "${from[@]}" "torch==$version+cpu"; then return; fi
+    or_show_log pip_install "${from[@]}" "torch==$version" # no small CPU build within reach, or a GPU is there
 }
 
 python=$(find_python)

@@ -23,12 +23,12 @@ def test_command(cli, saved):
     result = cli("check", saved, "--tokens", T, "--ring-len", L, "--json")
     assert result.code == 0, result
     for text in ("relative error after 10 steps, state float32, ring of 4", "worst", "limit", "drift"):
-        assert text in result.out
+        assert text in result.err
     data = result.json
     assert data["ok"]
     layers, per_layer = 3, 4 * len(STATE_DTYPES) + 1
     assert len(data["measurements"]) == layers * per_layer
-    assert f"{layers * per_layer} of {layers * per_layer} measurements within their limits" in result.out
+    assert f"{layers * per_layer} of {layers * per_layer} measurements within their limits" in result.err
     assert {m["layer"] for m in data["measurements"]} == {0, 1, 3}
 
 

@@ -1,4 +1,5 @@
 import io
+import sys
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_human_bytes(n, text):
 
 
 def test_json_has_no_nan(capsys):
-    print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": "é"})
+    print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": "é"}, sys.stdout)
     assert capsys.readouterr().out == '{"a": [null, [null, 1.5]], "b": "é"}\n'
 
 

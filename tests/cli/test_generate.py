@@ -1,5 +1,6 @@
 """`replayssm generate` on a random model of bytes: text, numbers, comparison, and what it refuses."""
 
+import json
 import re
 
 import pytest
@@ -79,8 +80,8 @@ def test_quiet_is_the_text_only(cli, saved):
 def test_without_check_packed_bytes_are_computed(cli, saved):
     counted = cli("generate", saved, "--max-tokens", 4, "--json", "--quiet").json
     result = cli("generate", saved, "--max-tokens", 4, "--json", "--no-check")
-    assert "packed (computed)" in result.out
-    assert "left out (--no-check)" in result.out
+    assert "packed (computed)" in result.err
+    assert "left out (--no-check)" in result.err
     assert result.json["check"] is None
     for part in ("state_read", "state_written", "ring_read", "ring_written", "total"):
         assert (
@@ -96,7 +97,7 @@ def test_no_replay_runs_packed(cli, saved):
     assert data["token_ids"] == replay["token_ids"]
     assert list(data["check"]) == ["stock"]
     assert "replay" not in data["traffic_bytes_per_token"]
-    assert "no ring" in result.out
+    assert "no ring" in result.err
 
 
 def test_seed_decides_and_all_routes_draw_alike(cli, saved):
@@ -114,6 +115,12 @@ def test_one_token_needs_no_decode_step(cli, saved):
     assert data["flushes"] == 0
 
 
+def test_json_is_all_there_is_on_standard_output(cli, saved):
+    result = cli("generate", saved, "--max-tokens", N, *RING, "--json")
+    assert json.loads(result.out)["generated_tokens"] == int(N)
+    assert "tokens   seconds" in result.err
+
+
 def test_end_token(cli, saved, monkeypatch):
     free = cli("generate", saved, "--max-tokens", N, *RING, "--json", "--quiet", "--no-check").json["token_ids"]
     end = free[5]
@@ -128,8 +135,8 @@ def test_end_token(cli, saved, monkeypatch):
     result = cli("generate", saved, "--max-tokens", N, *RING, "--json")
     assert result.json["finish_reason"] == "eos"
     assert result.json["token_ids"] == free[: free.index(end) + 1]
-    assert "ended by" in result.out
-    assert "the end token" in result.out
+    assert "ended by" in result.err
+    assert "the end token" in result.err
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -161,7 +168,7 @@ def test_a_wrong_decode_fails_the_check(cli, saved, monkeypatch):
     monkeypatch.setattr(ops, "fused_recurrent_linear_replayssm_decode", wrong)
     result = cli("generate", saved, "--max-tokens", N, *RING, "--json")
     assert result.code == 1
-    assert "DIFFERENT; first difference at token" in result.out
+    assert "DIFFERENT; first difference at token" in result.err
     verdict = result.json["check"]["packed"]
     assert not verdict["ok"]
     assert verdict["delta"] > verdict["limit"]

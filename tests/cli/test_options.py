@@ -26,6 +26,8 @@ def parse(*words):
         (["--temperature", "-1"], ["--temperature -1.0"]),
         (["--temperature", "nan"], ["--temperature nan"]),
         (["--temperature", "inf"], ["--temperature inf"]),
+        (["--temperature", "1e-42"], ["--temperature 1e-42", "0.001"]),
+        (["--temperature", "1", "--seed", "4294967296"], ["--seed 4294967296", "4294967295"]),
         (["--top-k", "0"], ["--top-k 0"]),
         (["--top-p", "0"], ["--top-p 0.0"]),
         (["--top-p", "1.5"], ["--top-p 1.5"]),

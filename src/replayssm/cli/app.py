@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 
 from replayssm.cli.parser import build_parser
@@ -23,14 +24,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows '?', it does not stop the text
             stream.reconfigure(errors="replace")
     try:
         args = build_parser().parse_args(words)
         request = args.request(args)  # refuses wrong options before torch is imported
-        code: int = import_module(f"replayssm.cli.{args.command}").run_command(request)
-        sys.stdout.flush()
+        args.out = sys.stdout
+        # With --json, standard output is that one line and everything for people goes to standard error.
+        with redirect_stdout(sys.stderr) if args.json else nullcontext():
+            code: int = import_module(f"replayssm.cli.{args.command}").run_command(request)
+        args.out.flush()
         return code
     except SystemExit as leave:  # argparse after --help and --version
         return int(leave.code or 0)

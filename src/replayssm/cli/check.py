@@ -68,7 +68,7 @@ def run_command(request: CheckRequest) -> int:
             "ok": not failed,
             "measurements": [{**vars(m), "ok": m.ok} for m in measured],
         }
-        print_json(result)
+        print_json(result, args.out)
     return 1 if failed else 0
 
 

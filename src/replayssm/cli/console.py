@@ -84,9 +84,9 @@ def write(text: str, dim: bool = False) -> None:
     sys.stdout.flush()
 
 
-def print_json(value: object) -> None:
-    """One line on stdout. Numbers that JSON does not have (NaN, infinity) become null."""
-    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+def print_json(value: object, stream: IO[str]) -> None:
+    """One line. Numbers that JSON does not have (NaN, infinity) become null."""
+    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False), file=stream)
 
 
 def _finite(value: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -18,12 +19,15 @@ from transformers.generation.streamers import BaseStreamer
 from replayssm import ops
 from replayssm.cli.options import Decode, Sampling
 from replayssm.dtypes import ResolvedDtype, resolve_state_dtype
-from replayssm.errors import DeviceError, PromptError
+from replayssm.errors import DeviceError, ModelFilesError, PromptError
 from replayssm.models.cache import config_state_dtype
 from replayssm.models.enable import disable, enable
 from replayssm.models.loading import LoadedModel, load_model
 
 Route = Literal["replay", "packed", "stock"]
+
+# Parameters below which one CPU thread is as fast as several, and far faster when another process wants a core.
+SMALL_MODEL = 50_000_000
 
 
 class Prompt(NamedTuple):
@@ -58,11 +62,17 @@ def load(name: str, dtype: str, device: str | None) -> LoadedModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if device is not None:
+        if device.partition(":")[0] not in ("cpu", "cuda"):
+            raise DeviceError(f"device {device!r} has no backend; use cpu, cuda or cuda:N")
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise DeviceError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return load_model(name, dtype=dtype, device=device)
+    loaded = load_model(name, dtype=dtype, device=device)
+    small = loaded.model.num_parameters() < SMALL_MODEL
+    if loaded.model.device.type == "cpu" and small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return loaded
 
 
 def encode(loaded: LoadedModel, text: str, max_tokens: int) -> Prompt:
@@ -148,6 +158,8 @@ def generation_config(loaded: LoadedModel, sampling: Sampling, max_tokens: int) 
     """All sampling values explicit, so that the checkpoint's own defaults do not slip in."""
     own = loaded.model.generation_config
     eos = own.eos_token_id if own.eos_token_id is not None else loaded.tokenizer.eos_token_id
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
+        raise ModelFilesError(f"eos_token_id {eos!r} in generation_config.json is not a token id or a list of them")
     pad = own.pad_token_id if own.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
     values: dict[str, Any] = {"max_new_tokens": max_tokens, "eos_token_id": eos, "pad_token_id": pad}
     if sampling.greedy:

@@ -24,7 +24,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Print the table, or the same as JSON."""
     facts = collect()
     if args.json:
-        print_json(facts)
+        print_json(facts, args.out)
         return 0
     rows: list[tuple[str, str]] = []
     for name, value in facts.items():
@@ -38,6 +38,7 @@ def collect() -> dict[str, str | list[str]]:
     """One entry per line of the table; a list is several lines."""
     facts: dict[str, str | list[str]] = {"replayssm": __version__, "python": platform.python_version()}
     facts |= {name: _version(package) for name, package in PACKAGES.items()}
+    facts["torch"] = torch.__version__  # says which build it is, which the package's metadata may not
     facts["devices"] = _devices()
     facts["backend"] = _backend()
     facts["state dtype"] = _state_dtype()

@@ -69,7 +69,7 @@ def run_command(request: GenerateRequest) -> int:
             "flushes": _flushes(loaded, main),
             "check": {verdict.reference: verdict.as_json() for verdict in verdicts} or None,
         }
-        print_json(result)
+        print_json(result, args.out)
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 

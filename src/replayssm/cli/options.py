@@ -34,14 +34,14 @@ class Sampling:
     def from_args(cls, args: argparse.Namespace) -> Sampling:
         """Check the sampling options, each alone and against the others."""
         temperature, top_k, top_p, seed = args.temperature, args.top_k, args.top_p, args.seed
-        if temperature is not None and not 0 <= temperature < float("inf"):
-            raise OptionError(f"--temperature {temperature} is not a finite number >= 0")
+        if temperature and not 1e-3 <= temperature <= 1e3:
+            raise OptionError(f"--temperature {temperature} is outside 0.001…1000; 0 is greedy")
         if top_k is not None and top_k < 1:
             raise OptionError(f"--top-k {top_k} is below 1; leave it out to keep all tokens")
         if top_p is not None and not 0 < top_p <= 1:
             raise OptionError(f"--top-p {top_p} is outside (0, 1]")
-        if seed is not None and not 0 <= seed < 2**63:
-            raise OptionError(f"--seed {seed} is outside 0…2^63-1")
+        if seed is not None and not 0 <= seed < 2**32:
+            raise OptionError(f"--seed {seed} is outside 0…4294967295")
         given = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
         sampling = [f"{name} {value}" for name, value in given.items() if value]
         if args.greedy and sampling:
@@ -117,6 +117,8 @@ def read_prompt(args: argparse.Namespace) -> str:
     source, text = "--prompt", args.prompt
     if args.prompt_file is not None:
         source = "standard input" if args.prompt_file == "-" else f"prompt file {args.prompt_file}"
+        if args.prompt_file == "-" and sys.stdin is None:
+            raise PromptError("standard input is closed; give --prompt or --prompt-file")
         try:
             raw = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
             text = raw.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")

@@ -27,7 +27,7 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, is_kda: bool, lower_bou
     A_log and dt_bias are widened before use, whatever dtype the checkpoint held them in.
     """
     x = a.float() + dt_bias.float()
-    rate = A_log.float().exp()
+    rate = A_log.float().clamp_max(88.0).exp()  # finite, so that rate·softplus is never inf·0
     if is_kda:
         rate = rate.unsqueeze(-1)
     if lower_bound is not None:
@@ -61,4 +61,4 @@ def decay_weights(g: Tensor, g_now: Tensor | None) -> Tensor:
 def _later(n: int, device: torch.device) -> Tensor:
     """[n + 1, n] of 0 and 1: row 0 takes every step, row 1 + j takes the steps after record j."""
     with torch.inference_mode(False):
-        return torch.ones(n + 1, n, device=device).triu()
+        return torch.ones(n + 1, n, dtype=torch.float32, device=device).triu()

@@ -48,14 +48,33 @@ class RingClock:
 
     def advance(self) -> None:
         """One decode step is complete in every layer."""
+        self.abandon()
         if self.packed:
             return
         for slots, cursor in self._rows.values():
             ops.advance_cursors(cursor, slots, self.options.ring_len)
         self._pending = True
 
+    def step_is_open(self) -> bool:
+        """Whether some layers have taken a decode step that others have yet to take."""
+        return any(layer.stepped for layer in self.layers)
+
+    def abandon(self) -> None:
+        """No step is open: it is complete, or its forward broke off."""
+        for layer in self.layers:
+            layer.stepped = False
+
     def flush(self) -> None:
-        """Fold the rings of all layers into their checkpoints. Costs nothing when they are empty."""
+        """Fold the rings of all layers into their checkpoints. Costs nothing when they are empty.
+
+        Raises `CacheStateError` in the middle of a decode step, when the layers do not stand at the same token.
+        """
+        if self.step_is_open():
+            raise CacheStateError(
+                "the cache was to be flushed, reordered or moved in the middle of a decode step, when "
+                f"{sum(layer.stepped for layer in self.layers)} of {len(self.layers)} linear layers have taken it; "
+                "do it between two forwards"
+            )
         if not self._pending:
             return
         for layer in self.layers:
@@ -80,18 +99,34 @@ class ReplayLayer(LinearAttentionLayer):
         self.clock = clock
         self.checkpoint: torch.Tensor | None = None
         self.ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.stepped = False  # has taken the decode step that is under way
         super().__init__(number_of_states=number_of_states)
         clock.layers.append(self)
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """State by index, [B, HV, K, V] as transformers has it. Reading it flushes."""
+        """State by index, [B, HV, K, V] as transformers has it. Reading it flushes.
+
+        In the middle of a decode step (a hook, say) it is a copy instead, and the rings stay as they are.
+        """
+        if self.clock.step_is_open():
+            return self._copied()
         self.clock.flush()
         return self._states
 
     @recurrent_states.setter
     def recurrent_states(self, states: dict[int, torch.Tensor | None]) -> None:
         self._states = states
+
+    def _copied(self) -> dict[int, torch.Tensor | None]:
+        if self.ring is None or self.clock.packed:
+            return self._states
+        checkpoint, slots, cursor = self.rows(self.ring[0].shape[0])
+        if self.stepped:  # the step's record is in the ring, or was folded with all others
+            cursor = torch.where(cursor == self.clock.options.ring_len - 1, 0, cursor + 1)
+        state = torch.empty_like(checkpoint)
+        ops.materialize(checkpoint, *self.ring, slots, cursor, state, slots)
+        return {**self._states, 0: state.transpose(-1, -2)}
 
     def lazy_initialization(
         self,
@@ -116,7 +151,13 @@ class ReplayLayer(LinearAttentionLayer):
         self.device = checkpoint.device  # type: ignore[assignment]
 
     def rings(self, spec: LayerSpec, io_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The d, k and g caches, allocated when first asked for. Dead rows are left undefined."""
+        """The d, k and g caches, allocated when first asked for. Dead rows are left undefined.
+
+        Autocast may change the activation dtype between two steps; the ring then starts anew from a flushed state.
+        """
+        if self.ring is not None and self.ring[1].dtype != io_dtype and not self.clock.step_is_open():
+            self.clock.flush()
+            self.ring = None
         if self.ring is None:
             assert self.checkpoint is not None
             arrays = spec.ring_arrays(self.clock.options.ring_len, self.checkpoint.shape[0], _name(io_dtype))
@@ -146,6 +187,7 @@ class ReplayLayer(LinearAttentionLayer):
 
     def reset(self) -> None:
         """Back to an empty sequence, memory kept."""
+        self.clock.abandon()
         self.clock.clear()
         self.clock.packed = self.clock.options.mode == "packed"
         super().reset()

@@ -6,41 +6,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import monkey_patching
 
-from replayssm.errors import UnsupportedModelError
+from replayssm.errors import DtypeError, UnsupportedModelError
 from replayssm.models import families
 from replayssm.models.cache import config_state_dtype
 from replayssm.models.layers import ADAPTERS, ReplayMixin, check_activation, options_at_build, replay_class
 from replayssm.models.options import Mode, ReplayOptions
 from replayssm.spec import DEFAULT_RING_LEN, LayerSpec
 
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class Enabled:
-    """Returned by `enable`: leaving its `with` block puts the model back as `enable` found it."""
+    """Returned by `enable`: `disable()`, or leaving its `with` block, puts the model back as `enable` found it.
 
-    def __init__(self, model: nn.Module, options: ReplayOptions, layers: list[ReplayMixin]) -> None:
+    Handles of one model may be released in any order; the newest that is left decides.
+    """
+
+    def __init__(self, model: nn.Module, options: ReplayOptions, layers: list[nn.Module]) -> None:
         self.model = model
         self.options = options
-        self.specs: tuple[LayerSpec, ...] = tuple(layer.spec() for layer in layers)
-        self._before: list[tuple[nn.Module, type[nn.Module], ReplayOptions | None]] = []
+        self._before = [(layer, type(layer), getattr(layer, "replay", None)) for layer in layers]
+        for layer in layers:
+            _switch(layer, replay_class(_stock_class(layer)), options)
+        self.specs: tuple[LayerSpec, ...] = tuple(layer.spec() for layer in layers)  # type: ignore[operator]
+        _handles.setdefault(model, []).append(self)
 
     def disable(self) -> None:
         """Undo `enable`. A cache that was filled meanwhile stays valid: its state is flushed when it is read."""
-        for layer, cls, options in self._before:
-            _set_class(layer, cls)
-            if isinstance(layer, ReplayMixin):
-                layer.replay = options
-        self._before = []
+        handles = _handles.get(self.model, [])
+        if self not in handles:
+            return
+        at = handles.index(self)
+        if at + 1 < len(handles):
+            handles[at + 1]._before = self._before
+        else:
+            for layer, cls, options in self._before:
+                _switch(layer, cls, options)
+        del handles[at]
 
     def __enter__(self) -> Enabled:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.disable()
+
+
+# The handles of each model that have not been released, oldest first.
+_handles: WeakKeyDictionary[nn.Module, list[Enabled]] = WeakKeyDictionary()
 
 
 def enable(
@@ -53,43 +71,43 @@ def enable(
     """Make every linear-attention layer of `model` decode by replay; `model.generate()` needs nothing else.
 
     Args:
-        model: a transformers model of a family in `replayssm.models.families.FAMILIES`, loaded in any way.
+        model: a transformers model of a family in `replayssm.models.families.FAMILIES`, loaded in any way, or what
+            `replayssm.load_model` returns.
         ring_len: L, decode steps between two writes of the state, 1 … 64.
         state_dtype: float32, bfloat16 or float16 (name or torch dtype). None: environment variable
             `REPLAYSSM_STATE_DTYPE`, else the model config's `mamba_ssm_dtype`, else float32.
         mode: "replay", or "packed" to read and write the state at every step.
 
-    Returns a handle that is also a context manager. Raises `RingLengthError`, `DtypeError`, `OptionError`, or
-    `UnsupportedModelError` when the model has no layer that replay knows.
+    Returns a handle that is also a context manager. Raises, with the model left as it was, `RingLengthError`,
+    `DtypeError`, `OptionError`, `ShapeError` for a geometry that cannot be served, or `UnsupportedModelError` when the
+    model has no layer that replay knows.
     """
+    model = model if isinstance(model, nn.Module) else getattr(model, "model", model)
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if config is not None else None
     options = ReplayOptions.resolve(ring_len, state_dtype, mode, config_state_dtype(text) if text else None)
-    found = [(layer, type(layer)) for layer in model.modules() if _is_linear_attention(layer)]
-    if not found:
+    layers = [layer for layer in model.modules() if _is_linear_attention(layer)]
+    if not layers:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no linear-attention layer that replay knows; "
             f"supported model types: {', '.join(families.FAMILIES)}"
         )
-    before = [(layer, cls, getattr(layer, "replay", None)) for layer, cls in found]
-    layers = []
-    for layer, cls in found:
-        if not isinstance(layer, ReplayMixin):
-            _set_class(layer, replay_class(cls))
-        assert isinstance(layer, ReplayMixin)
+    if text is not None:
+        families.layer_specs(text)
+    for layer in layers:
         check_activation(layer)
-        layer.replay = options
-        layers.append(layer)
-    enabled = Enabled(model, options, layers)
-    enabled._before = before
-    return enabled
+        if (dtype := next(layer.parameters()).dtype) not in ACTIVATION_DTYPES:
+            raise DtypeError.unsupported(f"linear-attention layer {layer.layer_idx}", dtype, ACTIVATION_DTYPES)
+    return Enabled(model, options, layers)
 
 
 def disable(model: nn.Module) -> None:
-    """Give `model` its stock decode back, whatever enabled it."""
+    """Give `model` its stock layers back, whatever enabled or built it."""
+    model = model if isinstance(model, nn.Module) else getattr(model, "model", model)
+    _handles.pop(model, None)
     for layer in model.modules():
         if isinstance(layer, ReplayMixin):
-            layer.replay = None
+            _switch(layer, layer.stock, None)
 
 
 @contextmanager
@@ -126,8 +144,15 @@ def _is_linear_attention(module: nn.Module) -> bool:
     return isinstance(module, ReplayMixin) or type(module).__name__ in ADAPTERS
 
 
-def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+def _stock_class(layer: nn.Module) -> type[nn.Module]:
+    return layer.stock if isinstance(layer, ReplayMixin) else type(layer)
+
+
+def _switch(layer: nn.Module, cls: type[nn.Module], options: ReplayOptions | None) -> None:
     layer.__class__ = cls
+    layer.__dict__.pop("replay", None)
+    if isinstance(layer, ReplayMixin):
+        layer.replay = options
     # Hooks of accelerate (device maps, offload) hold the bound forward of the class they found.
     if "_old_forward" in layer.__dict__:
         layer._old_forward = cls.forward.__get__(layer)

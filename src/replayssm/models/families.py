@@ -40,7 +40,7 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(model_type: str | None) -> Family:
     """The family of a config's `model_type`, or `UnsupportedModelError` naming those that work."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"model type {model_type!r} has no linear-attention layer that replay knows; "
             f"supported: {', '.join(FAMILIES)}"
@@ -75,6 +75,11 @@ def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
         raise ModelFilesError(
             f"config of model type {config.model_type!r} lists {len(config.layer_types)} layers, none of them "
             "linear_attention; there is nothing to replay"
+        )
+    if count == len(config.layer_types):
+        raise ModelFilesError(
+            f"config of model type {config.model_type!r} lists {count} layers, all of them linear_attention; "
+            "transformers takes the sequence length from an attention layer, so there must be one"
         )
     if kind == "gdn":
         spec = LayerSpec(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from replayssm import ops
-from replayssm.errors import UnsupportedModelError
+from replayssm.errors import CacheStateError, UnsupportedModelError
 from replayssm.models.cache import ReplayLayer, adopt
 from replayssm.models.families import FAMILIES, layer_classes
 from replayssm.models.options import ReplayOptions
@@ -36,6 +36,7 @@ class ReplayMixin(nn.Module):
     """Decode by replay. `replay` holds the options; None leaves the layer to transformers."""
 
     replay: ReplayOptions | None = None
+    stock: type[nn.Module]
     layer_idx: int
     activation: str
     conv1d: nn.Conv1d
@@ -75,10 +76,14 @@ class ReplayMixin(nn.Module):
         if hidden_states.shape[1] == 1 and layer.has_previous_state[0] and not layer.record_past:
             if attention_mask is not None:
                 hidden_states = hidden_states * attention_mask[:, -1:, None].to(hidden_states.dtype)
+            if layer.stepped:  # an earlier forward broke off before its last layer
+                layer.clock.abandon()
             result = self._decode(hidden_states, layer)
+            layer.stepped = True
             if self.layer_idx == layer.clock.last_layer:
                 layer.clock.advance()
             return result
+        layer.clock.abandon()
         layer.clock.flush()
         result = super().forward(hidden_states, cache_params, attention_mask, **kwargs)
         if not layer.clock.packed:
@@ -96,7 +101,7 @@ class ReplayMixin(nn.Module):
         conv_state = layer.conv_states[0]
         assert conv_state is not None  # has_previous_state says so
         mixed_qkv = ops.causal_conv_update(
-            x.mixed_qkv, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, slots, self.activation
+            x.mixed_qkv, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, slots, "silu"
         )
         core = mixed_qkv.new_empty(batch, 1, spec.num_v_heads, spec.head_v_dim)
         scale = spec.head_k_dim**-0.5
@@ -106,10 +111,27 @@ class ReplayMixin(nn.Module):
             ops.fused_recurrent_linear_packed_decode(mixed_qkv, *gates, checkpoint, core, slots, **kind)
         else:
             d_cache, k_cache, g_cache = layer.rings(spec, mixed_qkv.dtype)
+            mixed_qkv = mixed_qkv.to(k_cache.dtype)
             ops.fused_recurrent_linear_replayssm_decode(
                 mixed_qkv, *gates, checkpoint, d_cache, k_cache, g_cache, core, slots, cursor, **kind
             )
+        if torch.is_grad_enabled() and x.mixed_qkv.requires_grad:
+            core = _NoBackward.apply(core, x.mixed_qkv)
         return self.output(core, x.gate)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Passes `core` on; a backward through it is an error, not a silently missing gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, core: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return core.view_as(core)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise CacheStateError(
+            "a decode step has no backward; train without a cache (use_cache=False) or after replayssm.disable(model)"
+        )
 
 
 class GatedDeltaNet(ReplayMixin):
@@ -285,7 +307,7 @@ def replay_class(stock: Any) -> type[ReplayMixin]:
     """The replay form of a stock layer class: same parameters, same constructor, a subclass of it."""
     if stock not in _made:
         adapter = ADAPTERS[stock.__name__]
-        body = {"__module__": __name__, "__doc__": adapter.__doc__}
+        body = {"__module__": __name__, "__doc__": adapter.__doc__, "stock": stock}
         _made[stock] = type(f"Replay{stock.__name__}", (adapter, stock), body)
     return _made[stock]
 
@@ -299,13 +321,12 @@ def __getattr__(name: str) -> type[ReplayMixin]:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def check_activation(layer: ReplayMixin) -> None:
+def check_activation(layer: Any) -> None:
     """Raise `UnsupportedModelError` when the conv is followed by something else than SiLU."""
     if layer.activation not in ("silu", "swish"):
         raise UnsupportedModelError(
             f"layer {layer.layer_idx} has conv activation {layer.activation!r}; the decode step supports 'silu'"
         )
-    layer.activation = "silu"
 
 
 _options_at_build: ReplayOptions | None = None

@@ -80,8 +80,12 @@ def load_model(name_or_path: str | Path, *, dtype: str = "float32", device: str 
 
 def find_model(name_or_path: str | Path) -> Path:
     """Folder of a shipped model or of a path. Raises `ModelNotFoundError` naming what exists."""
-    if (path := SHIPPED.get(str(name_or_path), Path(name_or_path).expanduser())).is_dir():
-        return path
+    try:
+        path = SHIPPED.get(str(name_or_path)) or Path(name_or_path).expanduser()
+        if str(name_or_path) and path.is_dir():
+            return path
+    except (OSError, RuntimeError):  # a name too long for the file system, an unknown ~user
+        pass
     near = difflib.get_close_matches(str(name_or_path), SHIPPED, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; shipped models: {', '.join(SHIPPED)}"
     raise ModelNotFoundError(f"model {str(name_or_path)!r} is neither a folder nor a shipped model{hint}")
@@ -94,6 +98,8 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise ModelNotFoundError(f"{path} has no config.json; give a folder as the hub lays it out")
     try:
         model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except OSError as error:
+        raise ModelFilesError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError) as error:
         raise ModelFilesError(f"{file} is not a JSON object: {error}") from error
     family_of(model_type)
@@ -104,25 +110,34 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def check_weights(path: Path) -> None:
-    """Every weight file named by the folder is there, and as long as its own header says."""
-    if (path / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelFilesError(f"{path / INDEX} is not a weight index: {error!r}") from error
-    else:
-        names = [WEIGHTS]
+    """Every weight file that transformers will read is there, and as long as its own header says."""
+    names = [WEIGHTS] if (path / WEIGHTS).is_file() or not (path / INDEX).is_file() else _shards(path / INDEX)
     for name in names:
         file = path / name
         if not file.is_file():
             what = f"of {len(names)} shards" if len(names) > 1 else "and there is no index of shards"
             raise ModelNotFoundError(f"weights {file} are missing ({what}); copy the file into the folder")
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with file.open("rb"), safe_open(file, framework="pt") as tensors:
                 tensors.keys()
+        except PermissionError as error:
+            raise ModelFilesError(f"weights {file} cannot be read: {error.strerror}") from error
         except (SafetensorError, OSError) as error:
             size = file.stat().st_size
             raise ModelFilesError(f"weights {file} ({size} bytes) are truncated or damaged: {error}") from error
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFilesError(f"{index} is not a weight index: {error!r}") from error
+    if not names:
+        raise ModelFilesError(f"{index} names no weight file")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelFilesError(f"{index} names {name!r}, which is not the name of a file beside it")
+    return sorted(names)
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -146,14 +161,21 @@ def _load_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTraine
     with patched_classes(None, model_type), _kept_in_fp32(cls):
         try:
             model, info = auto.from_pretrained(
-                path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below with both shapes
             )
-        except (RuntimeError, ValueError, OSError) as error:
-            raise ModelFilesError(f"weights in {path} do not fit the config: {error}") from error
-    problems = {key: sorted(map(str, info[key])) for key in ("missing_keys", "mismatched_keys") if info.get(key)}
+        except Exception as error:  # transformers raises many types here
+            raise ModelFilesError(f"the model in {path} cannot be built: {error!r}") from error
+    problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    problems += [
+        f"{name} is {list(got)}, the config asks for {list(want)}" for name, got, want in info["mismatched_keys"]
+    ]
     if problems:
-        shown = "; ".join(f"{key.replace('_', ' ')}: {_some(names)}" for key, names in problems.items())
-        raise ModelFilesError(f"weights in {path} do not fit the config ({shown})")
+        raise ModelFilesError(f"weights in {path} do not fit the config: {_some(problems)}")
     return model
 
 
@@ -169,4 +191,4 @@ def _kept_in_fp32(cls: Any) -> Iterator[None]:
 
 
 def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return "; ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

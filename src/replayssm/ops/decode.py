@@ -59,7 +59,7 @@ def fused_recurrent_linear_replayssm_decode(
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, RingLengthError, OptionError: before anything is written.
-        SlotError: for index values, only while `debug_checks` are on.
+        SlotError: for index values; off the CPU only while `debug_checks` are on.
     """
     rows, h = validate.inputs(mixed_qkv, a, b, A_log, dt_bias, initial_state, out, ssm_state_indices, is_kda)
     validate.ring(initial_state, d_cache, k_cache, g_cache, h, is_kda)

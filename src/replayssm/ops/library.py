@@ -1,13 +1,14 @@
 """The registered operations (namespace `replayssm`): what torch.compile and CUDA graphs see.
 
 Every mutated tensor is named in the schema and nothing is returned that aliases an input. An implementation runs
-the value checks and the traffic count when these are switched on, then the backend of the device. The public
+the value checks and the traffic count where these are due, then the backend of the device. The public
 functions beside this module validate first; call those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,11 +23,26 @@ _INPUTS = "Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, f
 _FLAGS = "bool use_qk_l2norm_in_kernel, bool is_kda, float? lower_bound, float beta_scale"
 
 
+def _plain(impl: Callable[..., Any]) -> Callable[..., Any]:
+    """Run without autograd and autocast, which a kernel written in Python would otherwise meet inside."""
+
+    @wraps(impl)
+    def run(*args: Any) -> Any:
+        device = args[0].device.type
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(device):
+                return impl(*args)
+            with torch.autocast(device, enabled=False):
+                return impl(*args)
+
+    return run
+
+
 def _register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
     name = schema.partition("(")[0]
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
-        _LIB.impl(name, impl, key)
+        _LIB.impl(name, _plain(impl), key)
     torch.library.register_fake(f"replayssm::{name}", fake or (lambda *args, **kwargs: None), lib=_LIB)
 
 
@@ -36,9 +52,8 @@ def _replay_decode(
     force_flush: Tensor | None, use_qk_l2norm_in_kernel: bool, is_kda: bool, lower_bound: float | None,
     beta_scale: float,
 ) -> None:  # fmt: skip
-    if debug.debug_enabled():
-        debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
-        debug.check_write_pos(write_pos, ssm_state_indices, d_cache.shape[2])
+    debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
+    debug.check_write_pos(write_pos, ssm_state_indices, d_cache.shape[2])
     if traffic.active():
         traffic.note_replay(initial_state, (d_cache, k_cache, g_cache), ssm_state_indices, write_pos, force_flush)
     backend(initial_state.device.type).replay_decode(
@@ -52,8 +67,7 @@ def _packed_decode(
     out: Tensor, ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool, is_kda: bool, lower_bound: float | None,
     beta_scale: float,
 ) -> None:  # fmt: skip
-    if debug.debug_enabled():
-        debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
+    debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
     if traffic.active():
         traffic.note_packed(initial_state, ssm_state_indices)
     backend(initial_state.device.type).packed_decode(
@@ -66,9 +80,8 @@ def _flush(
     initial_state: Tensor, d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, ssm_state_indices: Tensor,
     write_pos: Tensor, use_qk_l2norm_in_kernel: bool,
 ) -> None:  # fmt: skip
-    if debug.debug_enabled():
-        debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[-4])
-        debug.check_write_pos(write_pos, ssm_state_indices, d_cache.shape[-2], full=True)
+    debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[-4])
+    debug.check_write_pos(write_pos, ssm_state_indices, d_cache.shape[-2], full=True)
     if traffic.active():
         traffic.note_flush(initial_state, (d_cache, k_cache, g_cache), ssm_state_indices, write_pos)
     backend(initial_state.device.type).flush(
@@ -80,12 +93,11 @@ def _materialize(
     initial_state: Tensor, d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, src_indices: Tensor, write_pos: Tensor,
     dst_state: Tensor, dst_indices: Tensor, use_qk_l2norm_in_kernel: bool,
 ) -> None:  # fmt: skip
-    if debug.debug_enabled():
-        debug.check_slots("src_indices", src_indices, initial_state.shape[-4], distinct=False)
-        debug.check_slots("dst_indices", dst_indices, dst_state.shape[-4])
-        debug.check_write_pos(write_pos, src_indices, d_cache.shape[-2], full=True)
-        if dst_state.data_ptr() == initial_state.data_ptr():
-            debug.check_disjoint(src_indices, dst_indices)
+    debug.check_slots("src_indices", src_indices, initial_state.shape[-4], distinct=False)
+    debug.check_slots("dst_indices", dst_indices, dst_state.shape[-4])
+    debug.check_write_pos(write_pos, src_indices, d_cache.shape[-2], full=True)
+    if dst_state.data_ptr() == initial_state.data_ptr():
+        debug.check_disjoint(src_indices, dst_indices)
     if traffic.active():
         traffic.note_materialize(
             initial_state, (d_cache, k_cache, g_cache), src_indices, write_pos, dst_state, dst_indices
@@ -99,14 +111,12 @@ def _materialize(
 def _advance_cursors(
     cursor: Tensor, ssm_state_indices: Tensor, ring_len: int, force_flush: Tensor | None, num_tokens: Tensor | None
 ) -> None:
-    if debug.debug_enabled():
-        debug.check_slots("ssm_state_indices", ssm_state_indices, cursor.shape[0])
+    debug.check_slots("ssm_state_indices", ssm_state_indices, cursor.shape[0])
     backend(cursor.device.type).advance_cursors(cursor, ssm_state_indices, ring_len, force_flush, num_tokens)
 
 
 def _gather_cursors(cursor: Tensor, ssm_state_indices: Tensor) -> Tensor:
-    if debug.debug_enabled():
-        debug.check_slots("ssm_state_indices", ssm_state_indices, cursor.shape[0])
+    debug.check_slots("ssm_state_indices", ssm_state_indices, cursor.shape[0])
     return backend(cursor.device.type).gather_cursors(cursor, ssm_state_indices)
 
 
@@ -114,8 +124,7 @@ def _causal_conv_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, ssm_state_indices: Tensor,
     activation: str | None, out: Tensor,
 ) -> None:  # fmt: skip
-    if debug.debug_enabled():
-        debug.check_slots("ssm_state_indices", ssm_state_indices, conv_state.shape[0])
+    debug.check_slots("ssm_state_indices", ssm_state_indices, conv_state.shape[0])
     backend(x.device.type).causal_conv_update(x, conv_state, weight, bias, ssm_state_indices, activation, out)
 
 

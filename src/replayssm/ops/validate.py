@@ -67,12 +67,13 @@ def dense_inner(name: str, x: Tensor, lead: int) -> None:
                 f"contiguous, since the op works in place; allocate it so, or copy it back yourself"
             )
         want *= x.shape[axis]
-    for axis in range(lead):
+    for axis in sorted(range(lead), key=x.stride):
         if x.shape[axis] != 1 and x.stride(axis) < want:
             raise LayoutError(
                 f"{name} {_dims(x)} has stride {x.stride(axis)} on axis {axis}, but one entry there takes {want} "
                 f"elements, so entries overlap; allocate it instead of expanding it"
             )
+        want = max(want, x.stride(axis) * x.shape[axis])
 
 
 def last_dim(name: str, x: Tensor) -> None:
