@@ -74,7 +74,9 @@ def _backend() -> str:
         why = "this torch is built without CUDA"
     else:
         why = "torch sees no CUDA device"
-    return f"{backend(device).__name__.rpartition('.')[2]} on {device}: {why}"
+    module = backend(device)
+    kernels = f"; {module.describe()}" if hasattr(module, "describe") else ""
+    return f"{module.__name__.rpartition('.')[2]} on {device}: {why}{kernels}"
 
 
 def _state_dtype() -> str:

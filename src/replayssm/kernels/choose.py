@@ -7,10 +7,10 @@ from typing import Any
 
 from replayssm.errors import DeviceError
 
-# Device type -> module. The torch backend also runs on a GPU, but reads indices back to the host there.
+# Device type -> module.
 _BACKENDS = {
     "cpu": "replayssm.kernels.torch_backend",
-    "cuda": "replayssm.kernels.torch_backend",
+    "cuda": "replayssm.kernels.cuda",
 }
 _loaded: dict[str, Any] = {}
 

@@ -1,0 +1,88 @@
+# mypy: ignore-errors
+# ruff: noqa: RUF005 - no unpacking in kernels, and a constant `if` stands alone
+"""Packed decode: every row reads its whole state, updates it and writes it back. Structure as in `fused`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from replayssm.kernels.gluon import blocks
+from replayssm.kernels.gluon.layouts import copy_to_shared, ring_k_layout, row_major, state_layout
+
+
+@gluon.jit
+def packed(
+    qkv, a, b, A_log, dt_bias, scale, state, out, slots, lower_bound, beta_scale,
+    qkv_row, a_row, a_head, a_chan, b_row, b_head, out_row, state_slot,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, KDA: gl.constexpr, BOUNDED: gl.constexpr,
+    L2NORM: gl.constexpr, BV: gl.constexpr, CH: gl.constexpr, NW: gl.constexpr, STAGED: gl.constexpr,
+    EVICT: gl.constexpr,
+):  # fmt: skip
+    """See `backend.packed_decode`."""
+    ELEM: gl.constexpr = state.dtype.element_ty.primitive_bitwidth // 8
+    blk: gl.constexpr = state_layout(CH, K, ELEM, NW)
+    vrow: gl.constexpr = gl.SliceLayout(1, blk)
+    tcol: gl.constexpr = gl.SliceLayout(0, blk)
+    kcol: gl.constexpr = gl.SliceLayout(0, ring_k_layout(8, K, NW))
+    TILES: gl.constexpr = V // BV
+    CHUNKS: gl.constexpr = BV // CH
+
+    pid = gl.program_id(0)
+    row0 = pid % TILES * BV
+    hv = pid // TILES % HV
+    n = (pid // (TILES * HV)).to(gl.int64)
+    h = hv // (HV // H)
+    slot = gl.load(slots + n).to(gl.int64)
+    ov = row0 + gl.arange(0, CH, vrow)
+    out_ptr = out + n * out_row + hv * V + ov
+    if slot < 0:
+        for c in gl.static_range(CHUNKS):
+            gl.store(out_ptr + c * CH, gl.full([CH], 0.0, out.dtype.element_ty, vrow))
+        return
+
+    ok = gl.arange(0, K, tcol)
+    s_ptr = state + slot * state_slot + hv * (V * K) + ov[:, None] * K + ok[None, :]
+    if STAGED:
+        staged = ()  # one buffer a chunk: the compiler puts a barrier between two copies into one buffer
+        for c in gl.static_range(CHUNKS):
+            staged = staged + (gl.allocate_shared_memory(state.dtype.element_ty, [CH, K], row_major()),)
+            copy_to_shared(staged[c], s_ptr + c * (CH * K), eviction_policy=EVICT)
+            async_copy.commit_group()
+    else:
+        s_next = gl.load(s_ptr, eviction_policy=EVICT)
+    row_ptr = qkv + n * qkv_row
+    q = gl.load(row_ptr + h * K + ok).to(gl.float32)
+    k = gl.load(row_ptr + (H + h) * K + ok).to(gl.float32)
+    v = ()
+    for c in gl.static_range(CHUNKS):
+        v = v + (gl.load(row_ptr + 2 * H * K + hv * V + c * CH + ov),)
+    rate = gl.exp(gl.load(A_log + hv).to(gl.float32))
+    beta = beta_scale * blocks.sigmoid(gl.load(b + n * b_row + hv * b_head).to(gl.float32))
+    if KDA:
+        okk = gl.arange(0, K, kcol)
+        x = gl.load(a + n * a_row + hv * a_head + okk * a_chan).to(gl.float32)
+        x += gl.load(dt_bias + hv * K + okk).to(gl.float32)
+        decay = gl.convert_layout(gl.exp(blocks.log_decay(x, rate, lower_bound, BOUNDED)), tcol)
+    else:
+        x = gl.load(a + n * a_row + hv * a_head).to(gl.float32) + gl.load(dt_bias + hv).to(gl.float32)
+        decay = gl.exp(blocks.log_decay(x, rate, lower_bound, BOUNDED))
+    q = q * (blocks.inverse_norm(q, L2NORM) * scale)
+    k = k * blocks.inverse_norm(k, L2NORM)
+    kq = gl.sum(q * k, 0)
+
+    for c in gl.static_range(CHUNKS):
+        at = c * CH
+        if STAGED:
+            async_copy.wait_group(CHUNKS - 1 - c)
+            s = staged[c].load(blk).to(gl.float32)
+        else:
+            s = s_next.to(gl.float32)
+            if c + 1 < CHUNKS:
+                s_next = gl.load(s_ptr + (at + CH) * K, eviction_policy=EVICT)
+        s = s * (decay[None, :] if KDA else decay)
+        sq = gl.sum(s * q[None, :], 1)
+        sk = gl.sum(s * k[None, :], 1)
+        d = beta * (v[c].to(gl.float32) - sk)
+        gl.store(out_ptr + at, (sq + d * kq).to(out.dtype.element_ty))
+        s += d[:, None] * k[None, :]
+        gl.store(s_ptr + at * K, blocks.to_state(s, state.dtype.element_ty))

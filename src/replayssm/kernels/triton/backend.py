@@ -1,0 +1,20 @@
+"""The functions every backend offers, on Triton. In place on states and rings; nothing here reads the device."""
+
+from __future__ import annotations
+
+from replayssm.kernels.triton.conv import causal_conv_update
+from replayssm.kernels.triton.cursor import advance_cursors, force_flush_mask, gather_cursors
+from replayssm.kernels.triton.fold import flush, materialize
+from replayssm.kernels.triton.packed import packed_decode
+from replayssm.kernels.triton.replay import replay_decode
+
+__all__ = [
+    "advance_cursors",
+    "causal_conv_update",
+    "flush",
+    "force_flush_mask",
+    "gather_cursors",
+    "materialize",
+    "packed_decode",
+    "replay_decode",
+]
