@@ -1,5 +1,6 @@
 """Help, exit codes, and one line for every failure."""
 
+import json
 import os
 import subprocess
 import sys
@@ -95,3 +96,19 @@ def test_main_takes_the_process_arguments(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["replayssm", "--version"])
     assert main() == 0
     assert "replayssm" in capsys.readouterr().out
+
+
+def test_a_reader_of_the_progress_that_goes_away_loses_no_result(saved):
+    command = f"{sys.executable} -m replayssm.cli generate {saved} --max-tokens 8 --json 2> >(exec true)"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["generated_tokens"] == 8
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_output_error():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m replayssm.cli env --json > /dev/full"], capture_output=True, text=True
+    )
+    assert done.returncode == 74
+    assert "cannot be written" in done.stderr

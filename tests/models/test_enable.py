@@ -211,17 +211,16 @@ def test_reset_cache_starts_anew():
     assert torch.equal(first, again)
 
 
-def test_cursor_moves_once_per_forward():
-    """Three linear layers share one cursor; prefill leaves it at zero."""
+def test_cursors_move_once_per_forward():
+    """Prefill leaves them at zero, a step moves each by one."""
     model, cache = model_of("qwen3_5_text"), ReplayCache(model_of("qwen3_5_text").config, ring_len=64)
     layers = [layer for layer in cache.layers if isinstance(layer, ReplayLayer)]
     with replayssm.enable(model), torch.no_grad():
         model(prompt(2, 5), past_key_values=cache)
-        assert layers[0].clock.rows(2, torch.device("cpu"))[1].tolist() == [0, 0]
+        assert [layer.cursor.tolist() for layer in layers] == [[0, 0]] * 3
         for step in range(1, 41):
             model(prompt(2, 1, seed=step), past_key_values=cache)
-            assert layers[0].clock.rows(2, torch.device("cpu"))[1].tolist() == [step, step]
-    assert layers[0].clock is layers[2].clock
+            assert [layer.cursor.tolist() for layer in layers] == [[step, step]] * 3
 
 
 def test_traffic_counted_by_the_ops_is_the_model_of_the_spec():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import importlib
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from replayssm import ops
 from replayssm.errors import CacheStateError, DtypeError, ShapeError, UnsupportedModelError
 from replayssm.models.cache import ReplayCache, ReplayLayer
 from replayssm.models.layers import ADAPTERS, ReplayMixin
+from replayssm.models.loading import SHIPPED, load_model
+from tests.models.test_parity import logit_noise
 from tests.models.tiny import FAMILIES, model_of, prompt
 
 
@@ -52,35 +58,73 @@ def test_reading_states_in_mid_forward_changes_nothing(at, ring_len):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+def offload(cache, *at):
+    for i in at:
+        cache.layers[i].offload()
+
+
+def overwrite(cache, state):
+    cache.layers[3].update_recurrent_state(state)
+
+
 def states(cache):
     return [cache.layers[i].recurrent_states[0].clone() for i in (0, 1, 3) if cache.layers[i].has_previous_state[0]]
 
 
-def test_moving_a_cache_in_mid_forward_is_refused():
-    model, cache = copy.deepcopy(model_of("qwen3_5_text")), ReplayCache(model_of("qwen3_5_text").config)
-    with replayssm.enable(model), torch.no_grad():
-        model(prompt(1, 5), past_key_values=cache)
-        linear_layers(model)[1].register_forward_hook(lambda *_: cache.layers[0].offload())
-        with pytest.raises(CacheStateError, match="2 of 3 linear layers"):
+def test_moving_a_cache_in_mid_forward_changes_nothing():
+    model, ids = copy.deepcopy(model_of("qwen3_5_text")), prompt(1, 9)
+    stock = greedy(model, ids)
+    with replayssm.enable(model, ring_len=4):
+        cache = DynamicCache(config=model.config)
+        linear_layers(model)[1].register_forward_hook(lambda *_: offload(cache, 0, 3))
+        assert torch.equal(greedy(model, ids, past_key_values=cache), stock)
+
+
+def test_a_state_written_in_mid_forward_is_the_state():
+    model = copy.deepcopy(model_of("qwen3_5_text"))
+    finals = []
+    for mode in ("packed", "replay"):
+        cache = DynamicCache(config=model.config)
+        with replayssm.enable(model, ring_len=4, mode=mode), torch.no_grad():
+            loop(model, prompt(1, 9), 3, cache)
+            zero = torch.zeros_like(cache.layers[3].recurrent_states[0])
+            hook = linear_layers(model)[0].register_forward_hook(
+                lambda *_, cache=cache, zero=zero: overwrite(cache, zero)
+            )
             model(prompt(1, 1), past_key_values=cache)
+            hook.remove()
+        finals.append(cache.layers[3].recurrent_states[0])
+    torch.testing.assert_close(finals[0], finals[1], rtol=1e-5, atol=1e-6)
 
 
-def test_after_a_broken_forward_the_cache_takes_further_steps():
-    """Nothing is advanced by a forward that raises before its last linear layer, so the step can be taken again."""
-    model, ids = copy.deepcopy(model_of("kimi_linear")), prompt(1, 9)
-    with torch.no_grad(), replayssm.enable(model, ring_len=16):
-        cache, other = ReplayCache(model.config), ReplayCache(model.config)
-        for each in (cache, other):
-            model(ids, past_key_values=each)
-        hook = linear_layers(model)[1].register_forward_hook(lambda *_: 1 / 0)
-        conv = [layer.conv_states[0].clone() for layer in cache.layers if isinstance(layer, ReplayLayer)]
-        with pytest.raises(ZeroDivisionError):
-            model(prompt(1, 1, seed=2), past_key_values=cache)
-        hook.remove()
-        for layer, saved in zip((x for x in cache.layers if isinstance(x, ReplayLayer)), conv, strict=True):
-            layer.conv_states[0].copy_(saved)
-        got = model(prompt(1, 1, seed=2), past_key_values=cache).logits
-        assert torch.equal(got, model(prompt(1, 1, seed=2), past_key_values=other).logits)
+@pytest.mark.parametrize("ring_len", [1, 4, 16])
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_after_a_broken_forward_the_cache_is_as_packed_decode_leaves_it(ring_len, steps_before):
+    """The layers before the error have taken the step, the others not; what follows is the same in both modes."""
+    model = copy.deepcopy(model_of("kimi_linear"))
+    logits = []
+    for mode in ("packed", "replay"):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad(), replayssm.enable(model, ring_len=ring_len, mode=mode):
+            loop(model, prompt(1, 9), 1 + steps_before, cache)
+            hook = linear_layers(model)[1].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(prompt(1, 1, seed=2), past_key_values=cache)
+            hook.remove()
+            model(prompt(1, 1, seed=3), past_key_values=cache)
+            logits.append(model(prompt(1, 4, seed=4), past_key_values=cache).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_part_of_a_model_can_be_enabled():
+    model, ids = copy.deepcopy(model_of("qwen3_5_text")), prompt(2, 9)
+    stock = greedy(model, ids)
+    with replayssm.enable(model.model.layers[0], ring_len=4), ops.count_traffic() as traffic:
+        assert torch.equal(greedy(model, ids), stock)
+    assert traffic.totals().rows == 2 * 23
+    with replayssm.enable(model, ring_len=4):
+        replayssm.disable(model.model.layers[3])
+        assert torch.equal(greedy(model, ids), stock)
 
 
 @pytest.mark.parametrize("mode", ["replay", "packed"])
@@ -97,8 +141,11 @@ def test_a_decode_loop_with_gradients_on(family, mode):
             assert not any(t.requires_grad for t in layer.ring or ())
 
 
-def test_a_backward_through_a_decode_step_is_an_error():
+@pytest.mark.parametrize("trained", ["", "A_log", "conv1d.weight", "in_proj_b"])
+def test_a_backward_through_a_decode_step_is_an_error(trained):
     model, cache = copy.deepcopy(model_of("qwen3_5_text")), DynamicCache(config=model_of("qwen3_5_text").config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name or "lm_head" in name)
     with replayssm.enable(model):
         with torch.no_grad():
             model(prompt(1, 5), past_key_values=cache)
@@ -108,15 +155,21 @@ def test_a_backward_through_a_decode_step_is_an_error():
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear"])
 def test_autocast(family):
+    """Entering and leaving autocast changes the ring's dtype; outside, decode is exact again."""
     model, ids = model_of(family), prompt(2, 9)
-    with torch.autocast("cpu", torch.bfloat16), replayssm.enable(model, ring_len=4):
-        assert greedy(model, ids).shape == (2, 33)
-    with torch.no_grad(), replayssm.enable(model, ring_len=4):
-        cache = ReplayCache(model.config)
-        first = loop(model, ids, 3, cache)
-        with torch.autocast("cpu", torch.bfloat16):
-            loop(model, first[:, -1:], 3, cache)
-        loop(model, first[:, -1:], 3, cache)
+    with torch.no_grad():
+        results = []
+        for mode in ("packed", "replay"):
+            with replayssm.enable(model, ring_len=4, mode=mode):
+                cache = DynamicCache(config=model.config)
+                with torch.autocast("cpu", torch.bfloat16):
+                    model(ids, past_key_values=cache)  # allocates a bf16 ring
+                results.append([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(9)])
+        assert {x.ring[1].dtype for x in cache.layers if isinstance(x, ReplayLayer)} == {torch.float32}
+    with torch.no_grad(), replayssm.enable(model, ring_len=4), torch.autocast("cpu", torch.bfloat16):
+        model(ids[:, :1], past_key_values=cache)  # and into it, in mid-ring
+    for packed, replay in zip(*results, strict=True):
+        assert float((packed - replay).abs().max()) <= logit_noise(packed)
 
 
 def test_another_default_dtype():
@@ -145,10 +198,10 @@ def test_a_refused_enable_leaves_the_model_alone():
     with pytest.raises(UnsupportedModelError, match="'gelu'"):
         replayssm.enable(model)
     layers[1].activation = "silu"
-    model.config.linear_key_head_dim = 320
+    layers[2].head_k_dim = 320
     with pytest.raises(ShapeError, match="320"):
         replayssm.enable(model)
-    model.config.linear_key_head_dim = 16
+    layers[2].head_k_dim = 16
     with pytest.raises(DtypeError, match="float64"):
         replayssm.enable(model.double())
     assert not any(isinstance(layer, ReplayMixin) for layer in linear_layers(model))
@@ -169,6 +222,40 @@ def test_handles_in_any_order(order):
     assert [type(layer) for layer in linear_layers(model)] == before
 
 
+def test_handles_of_a_model_and_of_its_parts():
+    model = copy.deepcopy(model_of("qwen3_5_text"))
+    before = [type(layer) for layer in linear_layers(model)]
+    outer, inner = replayssm.enable(model, 4), replayssm.enable(model.model, 8)
+    outer.disable()
+    assert linear_layers(model)[0].replay.ring_len == 8
+    inner.disable()
+    assert [type(layer) for layer in linear_layers(model)] == before
+    outer, inner = replayssm.enable(model, 4), replayssm.enable(model.model, 8)
+    replayssm.disable(model)
+    inner.disable()
+    outer.disable()
+    assert [type(layer) for layer in linear_layers(model)] == before
+
+
+def test_an_enabled_model_can_be_collected():
+    model = copy.deepcopy(model_of("qwen3_5_text"))
+    replayssm.enable(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_models_load_in_several_threads(tmp_path):
+    folder = SHIPPED["gdn"]
+    with ThreadPoolExecutor(2) as pool:
+        models = list(pool.map(lambda _: load_model(folder).model, range(3)))
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    assert module.Qwen3_5GatedDeltaNet.__name__ == "Qwen3_5GatedDeltaNet"
+    assert "A_log" not in (module.Qwen3_5ForCausalLM._keep_in_fp32_modules_strict or ())
+    assert len({next(m.parameters()).sum().item() for m in models}) == 1
+
+
 def test_disable_gives_the_stock_classes_back():
     model = copy.deepcopy(model_of("olmo_hybrid"))
     before = [type(layer) for layer in linear_layers(model)]
@@ -183,12 +270,12 @@ def test_beams_decode_packed_and_reset_ends_that():
     model, cache = model_of("qwen3_5_text"), ReplayCache(model_of("qwen3_5_text").config)
     with replayssm.enable(model), ops.count_traffic() as traffic:
         model.generate(prompt(1, 5), num_beams=3, max_new_tokens=12, do_sample=False, past_key_values=cache)
-        clock = next(layer.clock for layer in cache.layers if isinstance(layer, ReplayLayer))
-        assert clock.packed
+        layer = next(layer for layer in cache.layers if isinstance(layer, ReplayLayer))
+        assert layer.packed
         # The first step may still go to the ring; every other one is packed.
         assert traffic.totals().appends <= 3 * 3
         cache.reset()
-        assert not clock.packed
+        assert not layer.packed
 
 
 def test_recording_caches_keep_recording():
@@ -210,7 +297,6 @@ def test_offload_keeps_the_home_device():
         greedy(model, prompt(1, 5), 4, past_key_values=cache)
     layer = cache.layers[0]
     layer.device = home = torch.device("meta")  # stands for a GPU
-    layer._select = lambda pick, select=layer._select: select(pick)
     layer.offload()
     assert layer.device == home
     assert layer.checkpoint.device.type == "cpu"

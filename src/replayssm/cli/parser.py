@@ -6,6 +6,7 @@ import argparse
 from typing import Any, NoReturn
 
 from replayssm import __version__
+from replayssm.bench.request import BenchRequest
 from replayssm.cli.options import CheckRequest, GenerateRequest
 from replayssm.errors import OptionError
 from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, RING_LEN_MIN
@@ -19,6 +20,7 @@ examples:
   replayssm generate                       the shipped model continues a sample prompt
   replayssm generate ./Qwen3.5-0.8B --prompt "The tide" --max-tokens 64
   replayssm check gdn                      every linear layer against an fp64 oracle
+  replayssm bench decode --quick           packed and replay decode against the memory ceilings
   replayssm env                            versions, devices, backend, state dtype
 """
 
@@ -50,6 +52,21 @@ examples:
   replayssm check ./Qwen3.5-0.8B --dtype bfloat16 --layers worst
 
 exit code: 0 all within their limits, 1 a limit exceeded, 2 wrong input
+"""
+
+BENCH_EXAMPLES = """\
+The ceilings of the device come first: a pure read, an in-place read+write, the cost of a launch. Then packed decode,
+replay decode and what other packages offer, one layer and one token a row. Each row is first checked against a serial
+fp64 recurrence at the size that is timed; without a passed check there is no number. A sample is a whole ring period
+with its flushes, the rows spread over all phases; GB/s count the bytes that the algorithm must move.
+
+examples:
+  replayssm bench decode --quick
+  replayssm bench decode --model Qwen3.5-9B --state-dtype fp32,bf16 --json out.json --plot out.png
+  replayssm bench decode --kind kda --heads 32/32 --dims 128/128 --batch 8,64 --ring-len 10
+  replayssm bench decode --quick --json - | python3 -m json.tool
+
+exit code: 0 done, 1 a row failed its check, 2 wrong input
 """
 
 ENV_EXAMPLES = """\
@@ -86,10 +103,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"replayssm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     common = Parser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print the results as one line of JSON, last on stdout")
+    common.add_argument(
+        "--json", action="store_true", help="print only one line of JSON on stdout; text and tables go to stderr"
+    )
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     _generate(commands, common)
     _check(commands, common)
+    _bench(commands)
     env = commands.add_parser(
         "env",
         parents=[common],
@@ -141,6 +161,44 @@ def _check(commands: Any, common: Parser) -> None:
         "--layers", choices=("all", "worst"), default="all", help="a row per layer, or the worst of each column"
     )
     _decode(parser)
+
+
+def _bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench", help="time decode against the memory ceilings", description="Time decode against the memory ceilings."
+    )
+    suites = bench.add_subparsers(dest="suite", required=True, metavar="SUITE", parser_class=Parser)
+    parser = suites.add_parser(
+        "decode",
+        help="packed and replay decode of one layer, and peers",
+        description="Time one token a row through one linear-attention layer, by packed and by replay decode.",
+        epilog=BENCH_EXAMPLES,
+    )
+    parser.set_defaults(request=BenchRequest.from_args)
+    layer = parser.add_argument_group("layer")
+    layer.add_argument("--model", metavar="NAME", help="geometry of a known checkpoint, as in Qwen3.5-9B")
+    layer.add_argument("--kind", metavar="KIND", help="gdn or kda (default gdn)")
+    layer.add_argument("--heads", metavar="H/HV", help="key and value heads (default gdn 16/32, kda 32/32)")
+    layer.add_argument("--dims", metavar="K/V", help="key and value dim of a head, up to 256 (default 128/128)")
+    parser.add_argument("--batch", metavar="B,…", help="batch sizes (default 1,8,64,256; with --quick 1,8)")
+    parser.add_argument(
+        "--ring-len",
+        type=int,
+        default=DEFAULT_RING_LEN,
+        metavar="L",
+        help=f"decode steps between two writes of the state, {RING_LEN_MIN}…{RING_LEN_MAX} (default %(default)s)",
+    )
+    parser.add_argument(
+        "--state-dtype", default="float32", metavar="D,…", help="fp32, bf16, fp16, or several (default %(default)s)"
+    )
+    parser.add_argument(
+        "--io-dtype", default="bfloat16", metavar="D", help="of the activations: fp32, bf16, fp16 (default %(default)s)"
+    )
+    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, smaller buffers: for a first look")
+    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the results; '-' is standard output")
+    parser.add_argument("--plot", metavar="FILE", help="time and fraction of the ceiling against batch (png, svg, pdf)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

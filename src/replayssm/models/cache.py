@@ -1,8 +1,11 @@
 """The cache that a transformers model decodes from: checkpoint, ring and cursor beside its own attention layers.
 
-One `ReplayLayer` holds the state of one linear-attention layer; one `RingClock` is shared by all of them. Row b of
-the batch is slot b. The invariant: the true state of a layer is checkpoint + ring[0:cursor]. Whoever reads a state
-outside decode goes through `recurrent_states`, which flushes first.
+One `ReplayLayer` holds one linear-attention layer; row b of the batch is slot b. The invariant: the true state of a
+layer is checkpoint + ring[0:cursor]. Whoever reads a state outside decode goes through `recurrent_states`, which
+flushes first.
+
+Each layer has a cursor of its own. One for all layers would do where somebody knows when a forward begins and ends;
+a cache that user code passes around, reads from hooks, copies and reuses after errors has nobody who knows.
 """
 
 from __future__ import annotations
@@ -10,12 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from replayssm import ops
@@ -24,109 +22,32 @@ from replayssm.models.options import Mode, ReplayOptions
 from replayssm.spec import DEFAULT_RING_LEN, LayerSpec
 
 
-class RingClock:
-    """What the layers of one cache share: the options, the cursor, and whether any ring holds a record.
-
-    The cursor counts decode steps since the last flush. It is moved once per forward, after the last linear layer,
-    and is kept once per device, since a model may be spread over several.
-    """
-
-    def __init__(self, options: ReplayOptions, last_layer: int) -> None:
-        self.options = options
-        self.last_layer = last_layer
-        self.layers: list[ReplayLayer] = []
-        self.packed = options.mode == "packed"
-        self._pending = False
-        self._rows: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def rows(self, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots and cursors of the batch, both int32 [B]."""
-        if device not in self._rows or self._rows[device][0].shape[0] != batch:
-            slots = torch.arange(batch, dtype=torch.int32, device=device)
-            self._rows[device] = (slots, torch.zeros_like(slots))
-        return self._rows[device]
-
-    def advance(self) -> None:
-        """One decode step is complete in every layer."""
-        self.abandon()
-        if self.packed:
-            return
-        for slots, cursor in self._rows.values():
-            ops.advance_cursors(cursor, slots, self.options.ring_len)
-        self._pending = True
-
-    def step_is_open(self) -> bool:
-        """Whether some layers have taken a decode step that others have yet to take."""
-        return any(layer.stepped for layer in self.layers)
-
-    def abandon(self) -> None:
-        """No step is open: it is complete, or its forward broke off."""
-        for layer in self.layers:
-            layer.stepped = False
-
-    def flush(self) -> None:
-        """Fold the rings of all layers into their checkpoints. Costs nothing when they are empty.
-
-        Raises `CacheStateError` in the middle of a decode step, when the layers do not stand at the same token.
-        """
-        if self.step_is_open():
-            raise CacheStateError(
-                "the cache was to be flushed, reordered or moved in the middle of a decode step, when "
-                f"{sum(layer.stepped for layer in self.layers)} of {len(self.layers)} linear layers have taken it; "
-                "do it between two forwards"
-            )
-        if not self._pending:
-            return
-        for layer in self.layers:
-            layer.fold()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the records of all rings."""
-        self._pending = False
-        for _, cursor in self._rows.values():
-            cursor.zero_()
-
-
 class ReplayLayer(LinearAttentionLayer):
-    """State of one linear-attention layer: conv state, checkpoint [B, HV, V, K], and ring.
+    """State of one linear-attention layer: conv state, checkpoint [B, HV, V, K], ring, and cursor [B] int32.
 
     To transformers it is an ordinary linear-attention cache layer whose recurrent state [B, HV, K, V] is a
     transposed view of the checkpoint, flushed whenever somebody asks for it.
     """
 
-    def __init__(self, clock: RingClock, number_of_states: int = 1) -> None:
-        self.clock = clock
+    def __init__(self, options: ReplayOptions, number_of_states: int = 1) -> None:
+        self.options = options
+        self.packed = options.mode == "packed"
         self.checkpoint: torch.Tensor | None = None
         self.ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self.stepped = False  # has taken the decode step that is under way
+        self.cursor: torch.Tensor | None = None
+        self._slots: torch.Tensor | None = None
+        self._pending = False  # the ring may hold a record
         super().__init__(number_of_states=number_of_states)
-        clock.layers.append(self)
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """State by index, [B, HV, K, V] as transformers has it. Reading it flushes.
-
-        In the middle of a decode step (a hook, say) it is a copy instead, and the rings stay as they are.
-        """
-        if self.clock.step_is_open():
-            return self._copied()
-        self.clock.flush()
+        """State by index, [B, HV, K, V] as transformers has it. Reading it flushes; writing into it is allowed."""
+        self.flush()
         return self._states
 
     @recurrent_states.setter
     def recurrent_states(self, states: dict[int, torch.Tensor | None]) -> None:
         self._states = states
-
-    def _copied(self) -> dict[int, torch.Tensor | None]:
-        if self.ring is None or self.clock.packed:
-            return self._states
-        checkpoint, slots, cursor = self.rows(self.ring[0].shape[0])
-        if self.stepped:  # the step's record is in the ring, or was folded with all others
-            cursor = torch.where(cursor == self.clock.options.ring_len - 1, 0, cursor + 1)
-        state = torch.empty_like(checkpoint)
-        ops.materialize(checkpoint, *self.ring, slots, cursor, state, slots)
-        return {**self._states, 0: state.transpose(-1, -2)}
 
     def lazy_initialization(
         self,
@@ -140,14 +61,14 @@ class ReplayLayer(LinearAttentionLayer):
             super().lazy_initialization(conv_states, None, state_idx, conv_kernel_size)
         if recurrent_states is not None:
             batch, heads, k, v = recurrent_states.shape
-            checkpoint = recurrent_states.new_zeros((batch, heads, v, k), dtype=self.clock.options.state_dtype)
+            checkpoint = recurrent_states.new_zeros((batch, heads, v, k), dtype=self.options.state_dtype)
             self._set_checkpoint(checkpoint)
             self.is_recurrent_states_initialized[state_idx] = True
 
     def _set_checkpoint(self, checkpoint: torch.Tensor) -> None:
         self.checkpoint = _static(checkpoint)
         self._states[0] = checkpoint.transpose(-1, -2)
-        self.ring = None
+        self.ring = self.cursor = self._slots = None
         self.device = checkpoint.device  # type: ignore[assignment]
 
     def rings(self, spec: LayerSpec, io_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,12 +76,12 @@ class ReplayLayer(LinearAttentionLayer):
 
         Autocast may change the activation dtype between two steps; the ring then starts anew from a flushed state.
         """
-        if self.ring is not None and self.ring[1].dtype != io_dtype and not self.clock.step_is_open():
-            self.clock.flush()
+        if self.ring is not None and self.ring[1].dtype != io_dtype:
+            self.flush()
             self.ring = None
         if self.ring is None:
             assert self.checkpoint is not None
-            arrays = spec.ring_arrays(self.clock.options.ring_len, self.checkpoint.shape[0], _name(io_dtype))
+            arrays = spec.ring_arrays(self.options.ring_len, self.checkpoint.shape[0], _name(io_dtype))
             d, k, g = (
                 _static(torch.empty(a.shape, dtype=getattr(torch, a.dtype), device=self.checkpoint.device))
                 for a in arrays
@@ -177,24 +98,39 @@ class ReplayLayer(LinearAttentionLayer):
                 f"the batch has {batch} rows, the cache {self.checkpoint.shape[0]}; "
                 "use one cache per batch, or cache.batch_select_indices to change it"
             )
-        return self.checkpoint, *self.clock.rows(batch, self.checkpoint.device)
+        if self._slots is None or self.cursor is None:
+            self._slots = torch.arange(batch, dtype=torch.int32, device=self.checkpoint.device)
+            self.cursor = _static(torch.zeros_like(self._slots))
+        return self.checkpoint, self._slots, self.cursor
 
-    def fold(self) -> None:
-        """Fold this layer's ring into its checkpoint; the clock resets the cursor once all layers have done so."""
-        if self.ring is not None:
+    def advance(self) -> None:
+        """A decode step is done: the row's record was appended, or folded with the others at the ring's end."""
+        if not self.packed:
+            assert self.cursor is not None
+            self.cursor.add_(1).remainder_(self.options.ring_len)
+            self._pending = True
+
+    def flush(self) -> None:
+        """Fold the ring into the checkpoint. Costs nothing when it is empty."""
+        if self._pending and self.ring is not None:
             checkpoint, slots, cursor = self.rows(self.ring[0].shape[0])
             ops.flush(checkpoint, *self.ring, slots, cursor)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._pending and self.cursor is not None:
+            self.cursor.zero_()
+        self._pending = False
 
     def reset(self) -> None:
         """Back to an empty sequence, memory kept."""
-        self.clock.abandon()
-        self.clock.clear()
-        self.clock.packed = self.clock.options.mode == "packed"
+        self._forget()
+        self.packed = self.options.mode == "packed"
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Permute the rows. Beam search does so at every step, where a ring saves nothing: from now on packed."""
-        self.clock.packed = True
+        self.packed = True
         self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -217,7 +153,7 @@ class ReplayLayer(LinearAttentionLayer):
         self._select(lambda t: t.to(home, non_blocking=True))
 
     def _select(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.clock.flush()
+        self.flush()
         for i, conv in self.conv_states.items():
             if conv is not None:
                 self.conv_states[i] = pick(conv)
@@ -257,8 +193,7 @@ class ReplayCache(DynamicCache):
         """Fold all rings, so that the checkpoints are the states."""
         for layer in self.layers:
             if isinstance(layer, ReplayLayer):
-                layer.clock.flush()
-                return
+                layer.flush()
 
 
 def adopt(cache: Cache, layer_idx: int, options: ReplayOptions) -> ReplayLayer:
@@ -276,11 +211,7 @@ def adopt(cache: Cache, layer_idx: int, options: ReplayOptions) -> ReplayLayer:
             f"layer {layer_idx} of the cache is {found}, expected a linear-attention layer; "
             "create the cache with the model's config: DynamicCache(config=model.config)"
         )
-    clock = next((peer.clock for peer in cache.layers if isinstance(peer, ReplayLayer)), None)
-    if clock is None:
-        linear = [i for i, peer in enumerate(cache.layers) if isinstance(peer, LinearAttentionCacheLayerMixin)]
-        clock = RingClock(options, last_layer=linear[-1])
-    ours = ReplayLayer(clock, layer.number_of_states)
+    ours = ReplayLayer(options, layer.number_of_states)
     ours.record_past = layer.record_past
     ours.dtype, ours.device = layer.dtype, layer.device
     ours.conv_states = layer.conv_states

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
+from threading import RLock
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import monkey_patching
 
-from replayssm.errors import DtypeError, UnsupportedModelError
+from replayssm.errors import DtypeError, ReplayError, UnsupportedModelError
 from replayssm.models import families
 from replayssm.models.cache import config_state_dtype
 from replayssm.models.layers import ADAPTERS, ReplayMixin, check_activation, options_at_build, replay_class
@@ -25,30 +26,38 @@ ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Enabled:
     """Returned by `enable`: `disable()`, or leaving its `with` block, puts the model back as `enable` found it.
 
-    Handles of one model may be released in any order; the newest that is left decides.
+    Handles of one model, or of parts of it, may be released in any order; the newest that is left decides.
     """
 
     def __init__(self, model: nn.Module, options: ReplayOptions, layers: list[nn.Module]) -> None:
         self.model = model
         self.options = options
-        self._before = [(layer, type(layer), getattr(layer, "replay", None)) for layer in layers]
+        self.specs: tuple[LayerSpec, ...] = ()
+        self._layers = layers
+        self._token = next(_tokens)
         for layer in layers:
-            _switch(layer, replay_class(_stock_class(layer)), options)
-        self.specs: tuple[LayerSpec, ...] = tuple(layer.spec() for layer in layers)  # type: ignore[operator]
-        _handles.setdefault(model, []).append(self)
+            # What each handle that is still open found, oldest first.
+            stack = layer.__dict__.setdefault(_STACK, [])
+            stack.append((self._token, type(layer), getattr(layer, "replay", None)))
+            _switch(layer, replay_class(type(layer)), options)
+        try:
+            self.specs = tuple(layer.spec() for layer in layers)  # type: ignore[operator]
+        except ReplayError:
+            self.disable()
+            raise
 
     def disable(self) -> None:
         """Undo `enable`. A cache that was filled meanwhile stays valid: its state is flushed when it is read."""
-        handles = _handles.get(self.model, [])
-        if self not in handles:
-            return
-        at = handles.index(self)
-        if at + 1 < len(handles):
-            handles[at + 1]._before = self._before
-        else:
-            for layer, cls, options in self._before:
+        for layer in self._layers:
+            stack = layer.__dict__.get(_STACK, [])
+            at = next((i for i, entry in enumerate(stack) if entry[0] == self._token), None)
+            if at is None:
+                continue
+            _, cls, options = stack.pop(at)
+            if at < len(stack):
+                stack[at] = (stack[at][0], cls, options)
+            else:
                 _switch(layer, cls, options)
-        del handles[at]
 
     def __enter__(self) -> Enabled:
         return self
@@ -57,8 +66,8 @@ class Enabled:
         self.disable()
 
 
-# The handles of each model that have not been released, oldest first.
-_handles: WeakKeyDictionary[nn.Module, list[Enabled]] = WeakKeyDictionary()
+_STACK = "_replay_handles"
+_tokens = count()
 
 
 def enable(
@@ -92,11 +101,10 @@ def enable(
             f"{type(model).__name__} has no linear-attention layer that replay knows; "
             f"supported model types: {', '.join(families.FAMILIES)}"
         )
-    if text is not None:
-        families.layer_specs(text)
     for layer in layers:
         check_activation(layer)
-        if (dtype := next(layer.parameters()).dtype) not in ACTIVATION_DTYPES:
+        conv: Any = layer.conv1d  # never quantized, unlike the projections
+        if (dtype := conv.weight.dtype) not in ACTIVATION_DTYPES:
             raise DtypeError.unsupported(f"linear-attention layer {layer.layer_idx}", dtype, ACTIVATION_DTYPES)
     return Enabled(model, options, layers)
 
@@ -104,8 +112,8 @@ def enable(
 def disable(model: nn.Module) -> None:
     """Give `model` its stock layers back, whatever enabled or built it."""
     model = model if isinstance(model, nn.Module) else getattr(model, "model", model)
-    _handles.pop(model, None)
     for layer in model.modules():
+        layer.__dict__.pop(_STACK, None)
         if isinstance(layer, ReplayMixin):
             _switch(layer, layer.stock, None)
 
@@ -130,22 +138,22 @@ def patch(
 @contextmanager
 def patched_classes(options: ReplayOptions | None, model_type: str | None = None) -> Iterator[None]:
     """As `patch`, with resolved options; None builds replay layers that stay off until `enable`."""
-    mapping: dict[str, Any] = {stock.__name__: replay_class(stock) for stock in families.layer_classes(model_type)}
-    fresh = [name for name in mapping if name not in monkey_patching.get_patch_mapping()]
-    monkey_patching.register_patch_mapping({name: mapping[name] for name in fresh})
-    try:
-        with options_at_build(options):
-            yield
-    finally:
-        monkey_patching.unregister_patch_mapping(fresh)
+    with _patching:  # the mapping, and the attributes that transformers patches by it, belong to the process
+        mapping: dict[str, Any] = {cls.__name__: replay_class(cls) for cls in families.layer_classes(model_type)}
+        fresh = [name for name in mapping if name not in monkey_patching.get_patch_mapping()]
+        monkey_patching.register_patch_mapping({name: mapping[name] for name in fresh})
+        try:
+            with options_at_build(options):
+                yield
+        finally:
+            monkey_patching.unregister_patch_mapping(fresh)
+
+
+_patching = RLock()
 
 
 def _is_linear_attention(module: nn.Module) -> bool:
     return isinstance(module, ReplayMixin) or type(module).__name__ in ADAPTERS
-
-
-def _stock_class(layer: nn.Module) -> type[nn.Module]:
-    return layer.stock if isinstance(layer, ReplayMixin) else type(layer)
 
 
 def _switch(layer: nn.Module, cls: type[nn.Module], options: ReplayOptions | None) -> None:

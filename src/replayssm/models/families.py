@@ -59,7 +59,8 @@ def layer_classes(model_type: str | None = None) -> list[type[Any]]:
             if model_type:
                 raise
             continue
-        classes.append(getattr(module, family.layer_class))
+        found = getattr(module, family.layer_class)
+        classes.append(getattr(found, "stock", found))  # while a model is being built, the name may hold our class
     return classes
 
 
@@ -70,13 +71,14 @@ def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
     linear-attention layer.
     """
     kind = family_of(config.model_type).kind
-    count = sum(t == "linear_attention" for t in config.layer_types)
+    layer_types = config.layer_types or ()
+    count = sum(t == "linear_attention" for t in layer_types)
     if not count:
         raise ModelFilesError(
-            f"config of model type {config.model_type!r} lists {len(config.layer_types)} layers, none of them "
+            f"config of model type {config.model_type!r} lists {len(layer_types)} layers, none of them "
             "linear_attention; there is nothing to replay"
         )
-    if count == len(config.layer_types):
+    if count == len(layer_types):
         raise ModelFilesError(
             f"config of model type {config.model_type!r} lists {count} layers, all of them linear_attention; "
             "transformers takes the sequence length from an attention layer, so there must be one"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class ReplayMixin(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.replay = _options_at_build
+        self.replay = _options_at_build.get()
 
     def spec(self) -> LayerSpec:
         """Geometry of this layer."""
@@ -76,17 +77,10 @@ class ReplayMixin(nn.Module):
         if hidden_states.shape[1] == 1 and layer.has_previous_state[0] and not layer.record_past:
             if attention_mask is not None:
                 hidden_states = hidden_states * attention_mask[:, -1:, None].to(hidden_states.dtype)
-            if layer.stepped:  # an earlier forward broke off before its last layer
-                layer.clock.abandon()
-            result = self._decode(hidden_states, layer)
-            layer.stepped = True
-            if self.layer_idx == layer.clock.last_layer:
-                layer.clock.advance()
-            return result
-        layer.clock.abandon()
-        layer.clock.flush()
+            return self._decode(hidden_states, layer)
+        layer.flush()
         result = super().forward(hidden_states, cache_params, attention_mask, **kwargs)
-        if not layer.clock.packed:
+        if not layer.packed:
             # Before decode, so that a compiled step finds them allocated.
             layer.rows(result.shape[0])
             layer.rings(self.spec(), result.dtype)
@@ -107,16 +101,18 @@ class ReplayMixin(nn.Module):
         scale = spec.head_k_dim**-0.5
         gates = (x.a, x.b, A_log, dt_bias, scale)
         kind: Any = dict(is_kda=spec.is_kda, lower_bound=spec.lower_bound, beta_scale=spec.beta_scale)
-        if layer.clock.packed:
+        if layer.packed:
             ops.fused_recurrent_linear_packed_decode(mixed_qkv, *gates, checkpoint, core, slots, **kind)
         else:
             d_cache, k_cache, g_cache = layer.rings(spec, mixed_qkv.dtype)
-            mixed_qkv = mixed_qkv.to(k_cache.dtype)
             ops.fused_recurrent_linear_replayssm_decode(
                 mixed_qkv, *gates, checkpoint, d_cache, k_cache, g_cache, core, slots, cursor, **kind
             )
-        if torch.is_grad_enabled() and x.mixed_qkv.requires_grad:
-            core = _NoBackward.apply(core, x.mixed_qkv)
+        layer.advance()
+        if torch.is_grad_enabled():
+            sources = (x.mixed_qkv, x.a, x.b, A_log, dt_bias, self.conv1d.weight)
+            if wanted := [source for source in sources if source.requires_grad]:
+                core = _NoBackward.apply(core, *wanted)
         return self.output(core, x.gate)
 
 
@@ -124,7 +120,7 @@ class _NoBackward(torch.autograd.Function):
     """Passes `core` on; a backward through it is an error, not a silently missing gradient."""
 
     @staticmethod
-    def forward(ctx: Any, core: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, core: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         return core.view_as(core)
 
     @staticmethod
@@ -305,6 +301,7 @@ _made: dict[Any, type[ReplayMixin]] = {}
 
 def replay_class(stock: Any) -> type[ReplayMixin]:
     """The replay form of a stock layer class: same parameters, same constructor, a subclass of it."""
+    stock = getattr(stock, "stock", stock)
     if stock not in _made:
         adapter = ADAPTERS[stock.__name__]
         body = {"__module__": __name__, "__doc__": adapter.__doc__, "stock": stock}
@@ -329,15 +326,14 @@ def check_activation(layer: Any) -> None:
         )
 
 
-_options_at_build: ReplayOptions | None = None
+_options_at_build: ContextVar[ReplayOptions | None] = ContextVar("options_at_build", default=None)
 
 
 @contextmanager
 def options_at_build(options: ReplayOptions | None) -> Iterator[None]:
     """Layers constructed inside start with these options."""
-    global _options_at_build
-    before, _options_at_build = _options_at_build, options
+    token = _options_at_build.set(options)
     try:
         yield
     finally:
-        _options_at_build = before
+        _options_at_build.reset(token)
