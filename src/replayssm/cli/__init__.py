@@ -1,4 +1,4 @@
-"""The `replayssm` command: generate, check, env. Only the chosen sub-command imports torch."""
+"""The `replayssm` command: generate, check, bench, env. Only the chosen sub-command imports torch."""
 
 from replayssm.cli.app import main
 
