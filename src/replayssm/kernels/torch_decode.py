@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from replayssm.kernels.torch_math import l2norm, log_decay
-from replayssm.kernels.torch_ring import Records, Ring, append, fold, read_records
+from replayssm.kernels.torch_ring import Records, Ring, append, extent, fold, read_records
 from replayssm.kernels.torch_rows import Rows, live_rows, rounded
 
 
@@ -111,8 +111,9 @@ def _step(
         beta.mul_(beta_scale)
 
     records = None
-    if ring is not None and pos is not None and (deepest := int(pos.max())) > 0:
-        records = read_records(ring, rows, pos, deepest, g, use_l2norm)
+    low, high = (0, 0) if pos is None else extent(pos)
+    if ring is not None and pos is not None and high > 0:
+        records = read_records(ring, rows, pos, high, low == high, g, use_l2norm)
         decay = records.decay[:, :, :1]
     else:
         decay = g.exp().view(n, hv, 1, -1)
@@ -143,7 +144,8 @@ def _step(
     if ring is not None and pos is not None and appending is not _NONE:
         k_raw = qkv.narrow(1, h * k_dim, h * k_dim).view(n, h, k_dim)
         chosen = rows if appending is None else rows.some(appending)
-        append(ring, chosen, *(_some(t, appending) for t in (pos, d, k_raw, g)))
+        even = low == high  # where all rows stand at one place, those that append do too
+        append(ring, chosen, _some(pos, appending), even, *(_some(t, appending) for t in (d, k_raw, g)))
 
 
 # Marks an empty choice of rows, where None stands for all of them.

@@ -50,14 +50,15 @@ class Records(NamedTuple):
         return (self.k.unsqueeze(2) * w).view(rows, -1, n, dim)
 
 
-def read_records(ring: Ring, rows: Rows, pos: Tensor, n: int, g_now: Tensor | None, use_l2norm: bool) -> Records:
-    """Records 0 … pos-1 of each row, pos [rows]; n is the largest pos, at least 1."""
+def read_records(
+    ring: Ring, rows: Rows, pos: Tensor, n: int, even: bool, g_now: Tensor | None, use_l2norm: bool
+) -> Records:
+    """Records 0 … pos-1 of each row, pos [rows]; n is the largest pos, at least 1; even: all rows have n."""
     d, k, g = (rows.gather(cache.narrow(2, 0, n)) for cache in ring)
     k = k.float()
-    dead = torch.arange(n, device=pos.device) >= pos.unsqueeze(1)
-    if dead.any():
+    if not even:
         # Select, never multiply: a dead record may be NaN.
-        dead = dead.view(-1, 1, n, 1)
+        dead = (torch.arange(n, device=pos.device) >= pos.unsqueeze(1)).view(-1, 1, n, 1)
         d, k = d.masked_fill(dead, 0), k.masked_fill(dead, 0)
         g = g.masked_fill(dead if g.ndim == 4 else dead.squeeze(-1), 0)
     if use_l2norm:
@@ -67,10 +68,13 @@ def read_records(ring: Ring, rows: Rows, pos: Tensor, n: int, g_now: Tensor | No
     return Records(d, k, decay.unflatten(0, g.shape[:2]))
 
 
-def append(ring: Ring, rows: Rows, pos: Tensor, d: Tensor, k_raw: Tensor, g: Tensor) -> None:
-    """Write the record of each row at its own position; d [rows, HV, V], k_raw [rows, H, K], g as the gate."""
-    at = int(pos[0])
-    if rows.first is not None and (rows.length == 1 or bool((pos == at).all())):
+def append(ring: Ring, rows: Rows, pos: Tensor, even: bool, d: Tensor, k_raw: Tensor, g: Tensor) -> None:
+    """Write the record of each row at its own position; d [rows, HV, V], k_raw [rows, H, K], g as the gate.
+
+    even: all positions are the same.
+    """
+    if even and rows.first is not None:
+        at = int(pos[0])
         for cache, value in zip(ring, (d, k_raw, g), strict=True):
             rows.gather(cache).select(2, at).copy_(value)
         return
@@ -96,9 +100,16 @@ def fold(state: Tensor, records: Records | None, decay: Tensor, d: Tensor | None
     state.baddbmm_(ring_d.flatten(0, 1).mT, ring_k.flatten(0, 1))
 
 
+def extent(pos: Tensor) -> tuple[int, int]:
+    """The smallest and the largest of the cursors."""
+    low, high = pos.aminmax()
+    return int(low), int(high)
+
+
 def _folded(state: Tensor, ring: Ring, rows: Rows, pos: Tensor, use_l2norm: bool) -> Tensor:
     """The true states [rows, HV, V, K] fp32 of rows that all have records."""
-    records = read_records(ring, rows, pos, int(pos.max()), None, use_l2norm)
+    low, high = extent(pos)
+    records = read_records(ring, rows, pos, high, low == high, None, use_l2norm)
     work = rows.gather(state).to(torch.float32, copy=True)
     fold(work.flatten(0, 1), records, records.decay[:, :, :1].flatten(0, 1), None, None)
     return work
