@@ -172,8 +172,3 @@ def test_strided_pools_and_inputs(kind, state_dtype, slots):
     got, want = strided.flushed(slots), plain.flushed(slots)
     tolerance.assert_close(got, want, tolerance.state(12, 3, state_dtype), "state")
     assert torch.equal(bits(storage["initial_state"][slots.long(), 1]), bits(got))
-
-
-@pytest.mark.skip(reason="a pool of more than 2**31 elements needs a GPU's memory")
-def test_pool_past_32_bit_offsets():
-    raise AssertionError
