@@ -1,8 +1,12 @@
-"""A linear-attention layer with random weights, its pools and its tokens: the input of the decode tests."""
+"""A linear-attention layer with random weights, its pools and its tokens: the input of the decode tests.
+
+Random numbers are made on the CPU and then moved to the device of the layer, so that every device gets the same.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +28,10 @@ class Tokens:
     def __getitem__(self, at: object) -> tuple[Tensor, Tensor, Tensor]:
         return self.mixed_qkv[at], self.a[at], self.b[at]  # type: ignore[index]
 
+    def on(self, device: str) -> Tokens:
+        """The same tokens on another device."""
+        return Tokens(*(x.to(device) for x in self[:]))
+
 
 @dataclass
 class Layer:
@@ -32,14 +40,21 @@ class Layer:
     io: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     l2norm: bool = True
+    device: str = "cpu"
     A_log: Tensor = field(init=False)
     dt_bias: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         gen = torch.Generator().manual_seed(7)
         hv, k = self.spec.num_v_heads, self.spec.head_k_dim
-        self.A_log = torch.rand(hv, generator=gen) * 2 - 1.5
-        self.dt_bias = torch.randn((hv, k) if self.spec.is_kda else (hv,), generator=gen) - 1
+        self.A_log = (torch.rand(hv, generator=gen) * 2 - 1.5).to(self.device)
+        self.dt_bias = (torch.randn((hv, k) if self.spec.is_kda else (hv,), generator=gen) - 1).to(self.device)
+
+    def on(self, device: str) -> Layer:
+        """The same layer on another device."""
+        other = replace(self, device=device)
+        other.A_log, other.dt_bias = self.A_log.to(device), self.dt_bias.to(device)
+        return other
 
     @property
     def gate_args(self) -> dict[str, object]:
@@ -58,20 +73,21 @@ class Layer:
             torch.randn(steps, rows, s.qkv_dim, generator=gen).to(self.io),
             torch.randn(steps, rows, *gate, generator=gen).to(self.io),
             torch.randn(steps, rows, s.num_v_heads, generator=gen).to(self.io),
-        )
+        ).on(self.device)
 
     def state(self, rows: int, seed: int = 1) -> Tensor:
         shape = self.spec.state_array(rows).shape
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.state_dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.state_dtype)
 
     def empty_out(self, rows: int, dtype: torch.dtype | None = None) -> Tensor:
         s = self.spec
-        return torch.full((rows, 1, s.num_v_heads, s.head_v_dim), NAN, dtype=dtype or self.io)
+        return torch.full((rows, 1, s.num_v_heads, s.head_v_dim), NAN, dtype=dtype or self.io, device=self.device)
 
     def serial(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """fp64 oracle: out [T, B, HV, V] and the final state [B, HV, V, K]."""
-        mixed, a, b = (x.transpose(0, 1) for x in tokens[:])
-        out, final = reference.serial(mixed, a, b, self.A_log, self.dt_bias, None, state, **self.gate_args)
+        """fp64 oracle, on the CPU: out [T, B, HV, V] and the final state [B, HV, V, K]."""
+        mixed, a, b = (x.cpu().transpose(0, 1) for x in tokens[:])
+        weights = self.A_log.cpu(), self.dt_bias.cpu()
+        out, final = reference.serial(mixed, a, b, *weights, None, state.cpu(), **self.gate_args)
         return out.transpose(0, 1), final
 
 
@@ -80,14 +96,22 @@ class Pool:
 
     def __init__(self, layer: Layer, slots: int, poison: float = NAN) -> None:
         def full(array: object, dtype: torch.dtype) -> Tensor:
-            return torch.full(array.shape, poison, dtype=dtype)  # type: ignore[attr-defined]
+            return torch.full(array.shape, poison, dtype=dtype, device=layer.device)  # type: ignore[attr-defined]
 
         self.layer = layer
         ring = layer.spec.ring_arrays(layer.ring_len, slots)
         self.initial_state = full(layer.spec.state_array(slots), layer.state_dtype)
         self.d_cache, self.g_cache = full(ring.d, torch.float32), full(ring.g, torch.float32)
         self.k_cache = full(ring.k, layer.io)
-        self.cursor = torch.zeros(slots, dtype=torch.int32)
+        self.cursor = torch.zeros(slots, dtype=torch.int32, device=layer.device)
+
+    def on(self, device: str) -> Pool:
+        """A copy on another device, or on the same."""
+        other = copy(self)
+        other.layer = self.layer.on(device)
+        for name in ("initial_state", "d_cache", "k_cache", "g_cache", "cursor"):
+            setattr(other, name, getattr(self, name).to(device, copy=True))
+        return other
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

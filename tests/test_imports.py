@@ -115,7 +115,7 @@ def test_import_needs_no_torch_and_is_fast():
     assert float(seconds) < 0.3
 
 
-@pytest.mark.parametrize("module", ["spec", "errors", "dtypes", "cli"])
+@pytest.mark.parametrize("module", ["spec", "errors", "dtypes", "kernels.policy", "cli"])
 def test_light_modules_need_no_torch(module):
     assert run_python(f"import sys, replayssm.{module}; print('torch' in sys.modules)").strip() == "False"
 

@@ -46,7 +46,7 @@ class RingLengthError(ReplayError, ValueError):
     """The ring length is outside 1 … 64."""
 
     def __init__(self, got: object, low: int = 1, high: int = 64) -> None:
-        super().__init__(f"ring length {got} is outside {low}…{high}; 16 suits most models")
+        super().__init__(f"ring length {got} is outside {low}…{high}; 8 suits most models")
 
 
 class OptionError(ReplayError, ValueError):

@@ -18,8 +18,8 @@ class Recorder:
     def __init__(self, name, refuses=None):
         self.__name__, self.refuses, self.calls = name, refuses, []
 
-    def supports(self, *args):
-        return self.refuses
+    def supports(self, state, *args):
+        return self.refuses(state) if callable(self.refuses) else self.refuses
 
     def __getattr__(self, op):
         return lambda *args: self.calls.append((op, args))
@@ -47,7 +47,89 @@ def test_a_gpu_call_takes_the_first_kernels_that_apply(monkeypatch, caplog, gluo
     want = [("replay_decode", args), ("packed_decode", args[:13]), ("flush", args[:7])] * 2
     assert (gluon, portable)[taken].calls == want
     said = [record.message for record in caplog.records]
-    assert said == ([] if taken == 0 else [f"decode uses portable: {gluon.refuses if gluon else 'no reason'}"])
+    why = gluon.refuses if gluon else "no reason"
+    assert said == ([] if taken == 0 else [f"decode and flush: portable, since {why}"])
+
+
+REST = ("materialize", "causal_conv_update", "advance_cursors", "gather_cursors", "force_flush_mask")
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_other_operations_take_portable_kernels_or_torch(monkeypatch, caplog, triton):
+    from replayssm.kernels import cuda
+
+    gluon, portable, plain = Recorder("gluon"), Recorder("portable"), Recorder("torch")
+    monkeypatch.setattr(cuda, "_modules", lambda: (gluon, portable, "") if triton else (None, None, "no Triton"))
+    monkeypatch.setattr(cuda, "_torch", lambda: plain)
+    cuda._say.cache_clear()
+    with caplog.at_level("INFO"):
+        for op in REST * 2:
+            getattr(cuda, op)(op, 1, None)
+        if not triton:
+            cuda.flush(*range(7))
+    want = [(op, (op, 1, None)) for op in REST * 2]
+    assert (portable if triton else plain).calls[: len(want)] == want
+    assert gluon.calls == []
+    said = [record.message for record in caplog.records]
+    groups = ("conv update, materialize and cursors", "decode and flush")
+    assert said == ([] if triton else [f"{group}: torch, since no Triton" for group in groups])
+
+
+def test_the_real_modules_offer_what_is_taken_from_them():
+    from replayssm.kernels import cuda, torch_backend
+
+    gluon, portable, _ = cuda._modules()
+    for module, names in ((portable, cuda.__all__), (gluon, ("replay_decode", "packed_decode", "flush", "supports"))):
+        assert module is None or all(callable(getattr(module, name)) for name in names)
+    assert set(cuda.__all__) == set(torch_backend.__all__)
+
+
+@pytest.mark.parametrize(
+    ("gluon", "portable", "lines"),
+    [
+        (
+            Recorder("gluon", lambda state: None if state.shape[-1] == 128 else f"K = {state.shape[-1]}"),
+            Recorder("portable"),
+            [
+                "decode and flush on cuda:0: gluon, or triton where gluon has no kernel (such as K = 96)",
+                "conv update, materialize and cursors: triton; gluon has none of them",
+            ],
+        ),
+        (
+            Recorder("gluon", "compute capability 8.0"),
+            Recorder("portable"),
+            ["decode and flush on cuda:0: triton; no gluon, compute capability 8.0", "conv update"],
+        ),
+        (None, Recorder("portable"), ["decode and flush: triton; no gluon, no reason", "conv update"]),
+        (
+            None,
+            None,
+            ["decode and flush, conv update, materialize and cursors: torch, which waits for the GPU; no reason"],
+        ),
+    ],
+)
+def test_env_says_which_kernels_and_why_not_others(monkeypatch, gluon, portable, lines):
+    from replayssm.kernels import cuda
+
+    monkeypatch.setattr(cuda, "_modules", lambda: (gluon, portable, "no reason"))
+    monkeypatch.setattr(cuda.torch.cuda, "device_count", lambda: 1)
+    empty = cuda.torch.empty
+    monkeypatch.setattr(cuda.torch, "empty", lambda *shape, device: empty(*shape, device="meta"))
+    said = cuda.describe()
+    assert len(said) == len(lines)
+    assert all(line.startswith(want) for line, want in zip(said, lines, strict=True)), said
+
+
+def test_env_survives_a_device_that_cannot_be_used(monkeypatch):
+    from replayssm.kernels import cuda
+
+    def full(*shape, device):
+        raise RuntimeError(f"CUDA error: out of memory on {device}\nand much advice")
+
+    monkeypatch.setattr(cuda, "_modules", lambda: (Recorder("gluon"), Recorder("portable"), ""))
+    monkeypatch.setattr(cuda.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda.torch, "empty", full)
+    assert cuda.describe()[0] == "cuda:0 cannot be used: CUDA error: out of memory on cuda:0"
 
 
 def test_unknown_device_names_the_known_ones():

@@ -93,6 +93,15 @@ def test_poison_in_old_columns_other_slots_and_around_a_strided_input():
     assert bool(storage[:, 0].isnan().all())
 
 
+@pytest.mark.parametrize("slots", [int32(1, 2, 3), int32(4, 0, 2), int32(-1, 3, 1)])
+def test_output_may_be_the_input(slots):
+    state, weight, bias = make()
+    again, x = state.clone(), torch.randn(3, 33)
+    want = ops.causal_conv_update(x.clone(), again, weight, bias, slots)
+    assert torch.equal(ops.causal_conv_update(x, state, weight, bias, slots, out=x), want)
+    assert torch.equal(state, again)
+
+
 def test_empty_batch():
     state, weight, bias = make()
     assert ops.causal_conv_update(torch.empty(0, 33), state, weight, bias, int32()).shape == (0, 33)

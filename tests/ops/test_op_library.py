@@ -35,6 +35,9 @@ def cases():
     yield "advance_cursors", OPS.advance_cursors, (cursor, slots, 4, None, None)
     yield "advance_cursors-all", OPS.advance_cursors, (cursor, slots, 4, int32(1, 0, 0), int32(2, 2, 1))
     yield "gather_cursors", OPS.gather_cursors, (cursor, slots)
+    for index in (None, slots):
+        args = (torch.tensor([4, 8, 9]), 4, index, int32(0, 0, 0))
+        yield f"force_flush_mask-{index is not None}", OPS.force_flush_mask, args
     conv = (torch.randn(3, 7), torch.randn(4, 7, 3), torch.randn(7, 4))
     for bias in (None, torch.randn(7)):
         args = (*conv, bias, slots, "silu", torch.zeros(3, 7))
@@ -57,6 +60,7 @@ def test_mutated_arguments_are_named():
     assert mutated(OPS.materialize) == {"dst_state"}
     assert mutated(OPS.advance_cursors) == {"cursor"}
     assert mutated(OPS.gather_cursors) == set()
+    assert mutated(OPS.force_flush_mask) == {"out"}
     assert mutated(OPS.causal_conv_update) == {"conv_state", "out"}
 
 

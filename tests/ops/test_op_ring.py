@@ -150,3 +150,37 @@ def test_advance_and_gather(data, ring_len, rows, with_force, with_counts):
         cursor, index, ring_len, None if force is None else int32(*force), None if counts is None else int32(*counts)
     )
     assert cursor.tolist() == want
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(-2, 20), st.integers(0, 7), st.booleans(), st.sampled_from([torch.int32, torch.int64]))
+def test_force_flush_mask(data, interval, rows, with_slots, dtype):
+    lens = [data.draw(st.integers(-3, 60)) for _ in range(rows)]
+    slots = [data.draw(st.integers(-2, 9)) for _ in range(rows)] if with_slots else None
+    want = [int(reference.force_flush(n, interval, slots[i] if slots else 0)) for i, n in enumerate(lens)]
+    index, out = None if slots is None else int32(*slots), torch.full((rows,), 7, dtype=torch.int32)
+    assert ops.force_flush_mask(torch.tensor(lens, dtype=dtype), interval, index, out) is out
+    assert out.tolist() == want
+    fresh = ops.force_flush_mask(torch.tensor(lens, dtype=dtype), interval, index)
+    assert fresh.dtype == torch.int32
+    assert torch.equal(fresh, out)
+
+
+def test_rows_flush_exactly_where_snapshots_are_due():
+    """Three requests of different lengths, interval 6, ring of 16: a state that is due lies in the checkpoint."""
+    lay, slots = layer("kda", ring_len=16), int32(2, 0, 1)
+    pool, state, tokens, lens = Pool(lay, 3), lay.state(3), lay.tokens(20, 3), torch.tensor([5, 0, 9])
+    pool.place(slots, state)
+    due = 0
+    for t in range(20):
+        lens += 1
+        force = ops.force_flush_mask(lens, 6, slots)
+        pool.step(tokens[t], slots, force)
+        for row in (lens % 6 == 0).nonzero().flatten().tolist():
+            past = type(tokens)(*(x[: t + 1, row : row + 1] for x in tokens[:]))
+            want = lay.serial(state[row : row + 1], past)[1][0]
+            limit = tolerance.state(lay.spec.head_k_dim, 16)
+            tolerance.assert_close(pool.initial_state[slots[row]], want, limit, f"row {row}, token {t}")
+            assert pool.cursor[slots[row]] == 0
+            due += 1
+    assert due == 10

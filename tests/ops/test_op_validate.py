@@ -205,6 +205,14 @@ def test_cursor_ops_refuse():
         (lambda: ops.advance_cursors(cursor, slots, 8, None, slots.long()), DtypeError),
         (lambda: ops.advance_cursors(cursor, slots.to("meta"), 8), DeviceError),
         (lambda: ops.gather_cursors(cursor, slots[None]), ShapeError),
+        (lambda: ops.force_flush_mask(slots[None], 8), ShapeError),
+        (lambda: ops.force_flush_mask(slots.float(), 8), DtypeError),
+        (lambda: ops.force_flush_mask(slots, 8.0), OptionError),
+        (lambda: ops.force_flush_mask(slots, True), OptionError),
+        (lambda: ops.force_flush_mask(slots, 8, int32(1)), ShapeError),
+        (lambda: ops.force_flush_mask(slots, 8, slots.long()), DtypeError),
+        (lambda: ops.force_flush_mask(slots, 8, None, slots.bool()), DtypeError),
+        (lambda: ops.force_flush_mask(slots, 8, None, slots.to("meta")), DeviceError),
     ):
         with pytest.raises(error):
             call()

@@ -66,7 +66,7 @@ def _devices() -> list[str]:
     return found
 
 
-def _backend() -> str:
+def _backend() -> list[str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         why = "a CUDA device is there"
@@ -75,8 +75,8 @@ def _backend() -> str:
     else:
         why = "torch sees no CUDA device"
     module = backend(device)
-    kernels = f"; {module.describe()}" if hasattr(module, "describe") else ""
-    return f"{module.__name__.rpartition('.')[2]} on {device}: {why}{kernels}"
+    kernels = module.describe() if hasattr(module, "describe") else []
+    return [f"{module.__name__.rpartition('.')[2]} on {device}: {why}", *kernels]
 
 
 def _state_dtype() -> str:

@@ -1,8 +1,10 @@
 """The backend of CUDA devices: explicit-layout kernels where they apply, else portable ones, else torch.
 
-Decode and flush have kernels of their own; the remaining operations run in torch. All three share one ring format:
-d fp32, raw k in the activation dtype, per-step log decay floored at -200. Which kernels a call takes, and why not
-faster ones, is logged once per reason.
+Decode and flush have explicit-layout kernels. The other operations are bound by their few bytes in any layout, so
+they take the portable kernels. With Triton nothing here reads the device, and a CUDA graph can hold every operation.
+
+All kernels share one ring format: d fp32, raw k in the activation dtype, per-step log decay floored at -200. Which
+ones a call takes where better ones exist, and why, is logged once per reason.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
-
-from replayssm.kernels.torch_backend import advance_cursors, causal_conv_update, gather_cursors, materialize
 
 __all__ = [
     "advance_cursors",
     "causal_conv_update",
     "flush",
+    "force_flush_mask",
     "gather_cursors",
     "materialize",
     "packed_decode",
@@ -45,15 +47,55 @@ def flush(initial_state: Tensor, d_cache: Tensor, k_cache: Tensor, *args: Any) -
     _kernels(initial_state, k_cache, d_cache).flush(initial_state, d_cache, k_cache, *args)
 
 
+def materialize(*args: Any) -> None:
+    """See `torch_ring.materialize`: same arguments."""
+    _portable().materialize(*args)
+
+
+def causal_conv_update(*args: Any) -> None:
+    """See `torch_conv.causal_conv_update`: same arguments."""
+    _portable().causal_conv_update(*args)
+
+
+def advance_cursors(*args: Any) -> None:
+    """See `torch_cursor.advance_cursors`: same arguments."""
+    _portable().advance_cursors(*args)
+
+
+def gather_cursors(*args: Any) -> Tensor:
+    """See `torch_cursor.gather_cursors`: same arguments."""
+    result: Tensor = _portable().gather_cursors(*args)
+    return result
+
+
+def force_flush_mask(*args: Any) -> None:
+    """See `torch_cursor.force_flush_mask`: same arguments."""
+    _portable().force_flush_mask(*args)
+
+
+_SOME = "decode and flush"
+_REST = "conv update, materialize and cursors"
+
+
 def _kernels(initial_state: Tensor, activations: Tensor, d_cache: Tensor | None) -> ModuleType:
+    """What takes a decode or a flush."""
     gluon, portable, why = _modules()
     if gluon is not None:
         why = gluon.supports(initial_state, activations, d_cache)
         if why is None:
             return gluon
     chosen = portable or _torch()
-    _say(chosen.__name__, why)
+    _say(_SOME, chosen.__name__, why)
     return chosen
+
+
+def _portable() -> ModuleType:
+    """What takes any other operation."""
+    _, portable, why = _modules()
+    if portable is None:
+        portable = _torch()
+        _say(_REST, portable.__name__, why)
+    return portable
 
 
 @cache
@@ -74,11 +116,28 @@ def _modules() -> tuple[ModuleType | None, ModuleType | None, str]:
     return gluon, portable, reason
 
 
-def describe() -> str:
-    """Which kernels there are, for `replayssm env`."""
-    gluon, portable, reason = _modules()
-    found = [name for name, module in (("gluon", gluon), ("triton", portable)) if module is not None]
-    return f"decode and flush: {', '.join([*found, 'torch'])} (first that applies)" + (f"; {reason}" if reason else "")
+def describe() -> list[str]:
+    """Which kernels each operation takes here and why not others, a line for each case. For `replayssm env`."""
+    gluon, portable, why = _modules()
+    if portable is None:
+        return [f"{_SOME}, {_REST}: torch, which waits for the GPU; {why}"]
+    rest = f"{_REST}: triton; gluon has none of them"
+    if gluon is None:
+        return [f"{_SOME}: triton; no gluon, {why}", rest]
+    lines = []
+    for i in range(torch.cuda.device_count()):
+        try:
+            usual, odd = (torch.empty(1, 1, v, k, device=f"cuda:{i}") for v, k in ((128, 128), (192, 96)))
+        except RuntimeError as error:  # a device that is full or broken, which is when one asks
+            lines.append(f"cuda:{i} cannot be used: {str(error).partition(chr(10))[0]}")
+            continue
+        refusal = gluon.supports(usual, usual, None)
+        if refusal is None:
+            line = f"gluon, or triton where gluon has no kernel (such as {gluon.supports(odd, odd, None)})"
+        else:
+            line = f"triton; no gluon, {refusal}"
+        lines.append(f"{_SOME} on cuda:{i}: {line}")
+    return [*lines, rest]
 
 
 def _torch() -> ModuleType:
@@ -88,5 +147,5 @@ def _torch() -> ModuleType:
 
 
 @cache
-def _say(name: str, why: str | None) -> None:
-    logger.info("decode uses %s: %s", name, why)
+def _say(operations: str, name: str, why: str | None) -> None:
+    logger.info("%s: %s, since %s", operations, name, why)

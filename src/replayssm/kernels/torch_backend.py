@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replayssm.kernels.torch_conv import causal_conv_update
-from replayssm.kernels.torch_cursor import advance_cursors, gather_cursors
+from replayssm.kernels.torch_cursor import advance_cursors, force_flush_mask, gather_cursors
 from replayssm.kernels.torch_decode import packed_decode, replay_decode
 from replayssm.kernels.torch_ring import flush, materialize
 
@@ -11,6 +11,7 @@ __all__ = [
     "advance_cursors",
     "causal_conv_update",
     "flush",
+    "force_flush_mask",
     "gather_cursors",
     "materialize",
     "packed_decode",

@@ -20,12 +20,12 @@ def causal_conv_update(
 ) -> None:
     """See `replayssm.ops.causal_conv_update`."""
     rows = live_rows(ssm_state_indices)
+    x = rows.take(x)
     if rows.where is not None:
-        out.zero_()
+        out.zero_()  # `out` may be x itself, so x was taken before
     if rows.length == 0:
         return
     width = weight.shape[1]
-    x = rows.take(x)
     state = rows.gather(conv_state)
     size = state.shape[2]
     y = x * weight[:, -1].float()
@@ -35,10 +35,10 @@ def causal_conv_update(
         y.add_(bias)
     if activation == "silu":
         y = F.silu(y, inplace=True)
-    rows.put(out, y)
     if size:
         window = torch.cat([state[:, :, 1:], x.unsqueeze(2).to(state.dtype)], 2)
         if rows.first is not None:
             state.copy_(window)  # `state` is a view of the pool
         else:
             conv_state.index_copy_(0, rows.slots, window)
+    rows.put(out, y)

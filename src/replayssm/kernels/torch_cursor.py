@@ -23,3 +23,14 @@ def advance_cursors(
 def gather_cursors(cursor: Tensor, ssm_state_indices: Tensor) -> Tensor:
     """See `replayssm.ops.gather_cursors`."""
     return cursor.index_select(0, ssm_state_indices.clamp_min(0)).masked_fill_(ssm_state_indices < 0, 0)
+
+
+def force_flush_mask(seq_lens: Tensor, interval: int, ssm_state_indices: Tensor | None, out: Tensor) -> None:
+    """See `replayssm.ops.force_flush_mask`."""
+    if interval <= 0:
+        out.zero_()
+        return
+    flag = (seq_lens > 0) & (seq_lens.long().remainder(interval) == 0)
+    if ssm_state_indices is not None:
+        flag &= ssm_state_indices >= 0
+    out.copy_(flag)

@@ -1,8 +1,9 @@
 """Public operations: validate, choose a backend, launch. All work in place on caller-owned pools.
 
 A step of a model with replay: `gather_cursors`, then for each layer `causal_conv_update` and `gdn_decode` or
-`kda_decode`, and once at the end `advance_cursors`. Whoever reads a state outside decode first calls `flush`
-or `materialize`.
+`kda_decode`, and once at the end `advance_cursors`. Where states are to be snapshot at known lengths,
+`force_flush_mask` goes first. Whoever reads a state outside decode first calls `flush` or `materialize`. Where batches
+are small, `decode_route` says whether packed decode is the faster one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from replayssm.ops.decode import (
     kda_decode,
     kda_packed_decode,
 )
-from replayssm.ops.ring import advance_cursors, flush, gather_cursors, materialize
+from replayssm.ops.policy import decode_route
+from replayssm.ops.ring import advance_cursors, flush, force_flush_mask, gather_cursors, materialize
 from replayssm.ops.traffic import TrafficCounter, count_traffic
 
 __all__ = [
@@ -26,7 +28,9 @@ __all__ = [
     "causal_conv_update",
     "count_traffic",
     "debug_checks",
+    "decode_route",
     "flush",
+    "force_flush_mask",
     "fused_recurrent_linear_packed_decode",
     "fused_recurrent_linear_replayssm_decode",
     "gather_cursors",

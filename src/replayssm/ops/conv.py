@@ -32,7 +32,7 @@ def causal_conv_update(
         bias: [C] or None.
         ssm_state_indices: [B] int32, live slots distinct.
         activation: "silu" or None.
-        out: [B, C]; allocated in the dtype of x when None.
+        out: [B, C]; allocated in the dtype of x when None. May be x itself.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, OptionError: before anything is written.

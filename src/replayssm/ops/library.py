@@ -120,6 +120,10 @@ def _gather_cursors(cursor: Tensor, ssm_state_indices: Tensor) -> Tensor:
     return backend(cursor.device.type).gather_cursors(cursor, ssm_state_indices)
 
 
+def _force_flush_mask(seq_lens: Tensor, interval: int, ssm_state_indices: Tensor | None, out: Tensor) -> None:
+    backend(out.device.type).force_flush_mask(seq_lens, interval, ssm_state_indices, out)
+
+
 def _causal_conv_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, ssm_state_indices: Tensor,
     activation: str | None, out: Tensor,
@@ -156,6 +160,10 @@ _register(
     "gather_cursors(Tensor cursor, Tensor ssm_state_indices) -> Tensor",
     _gather_cursors,
     lambda cursor, ssm_state_indices: torch.empty_like(ssm_state_indices),
+)
+_register(
+    "force_flush_mask(Tensor seq_lens, int interval, Tensor? ssm_state_indices, Tensor(a!) out) -> ()",
+    _force_flush_mask,
 )
 _register(
     "causal_conv_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor ssm_state_indices, "

@@ -1,11 +1,11 @@
-"""The ring outside decode: fold it (`flush`, `materialize`) and move its cursor."""
+"""The ring outside decode: fold it (`flush`, `materialize`), move its cursor, and say when it must be folded."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from replayssm.errors import DtypeError, ShapeError
+from replayssm.errors import DtypeError, OptionError, ShapeError
 from replayssm.ops import validate
 from replayssm.ops.library import OPS
 from replayssm.spec import check_ring_len
@@ -129,6 +129,40 @@ def gather_cursors(cursor: Tensor, ssm_state_indices: Tensor) -> Tensor:
     """
     rows = _check_cursor(cursor, ssm_state_indices)
     return OPS.gather_cursors(cursor, ssm_state_indices) if rows else ssm_state_indices.new_empty(0)
+
+
+def force_flush_mask(
+    seq_lens: Tensor, interval: int, ssm_state_indices: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`force_flush` of a batch: 1 in rows that must fold on this step, so that a snapshot can be taken, else 0.
+
+    A row must fold when its sequence, this step's token included, has a length that is a multiple of `interval`.
+    Padding rows give 0. Never reads the device, so a CUDA graph may hold it. Give the result to every decode of the
+    step and to `advance_cursors`.
+
+    Args:
+        seq_lens: [B] int32 or int64, tokens of each row after this step; below 1 counts as padding.
+        interval: tokens between snapshots; 0 or less means never.
+        ssm_state_indices: [B] int32, rows < 0 are padding; None when `seq_lens` says enough.
+        out: [B] int32; allocated when None.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, OptionError: before anything is written.
+    """
+    validate.ndim("seq_lens", seq_lens, ("B",))
+    validate.dtype("seq_lens", seq_lens, (torch.int32, torch.int64))
+    rows = seq_lens.shape[0]
+    if isinstance(interval, bool) or not isinstance(interval, int):
+        raise OptionError(f"interval = {interval!r} must be an integer; 0 means never")
+    if out is None:
+        out = torch.empty(rows, dtype=torch.int32, device=seq_lens.device)
+    for name, x in (("ssm_state_indices", ssm_state_indices), ("out", out)):
+        if x is not None:
+            validate.indices(name, x, rows, "one for each entry of seq_lens")
+    validate.same_device("seq_lens", seq_lens, ssm_state_indices=ssm_state_indices, out=out)
+    if rows:
+        OPS.force_flush_mask(seq_lens, interval, ssm_state_indices, out)
+    return out
 
 
 def _check_cursor(cursor: Tensor, ssm_state_indices: Tensor) -> int:

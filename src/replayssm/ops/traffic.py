@@ -6,8 +6,9 @@
 
 Only what the algorithm needs is counted: the states and the valid records of live rows. Activations, weights and
 whatever a backend reads beyond that are not. Counters live on the device of the call and are summed only by
-`totals()`. The operations count from inside the registered op, so compiled graphs are counted too; a replayed
-CUDA graph is not, since it runs no Python, unless it was captured while the counter was active.
+`totals()`. The operations count from inside the registered op, so compiled graphs are counted too. A replayed CUDA
+graph runs no Python; it is counted if it was captured inside the block, after some call had run there, so that the
+counters were there to be captured.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class TrafficCounter:
         self._sums: dict[torch.device, Tensor] = {}
 
     def add(self, device: torch.device, values: list[Tensor | int]) -> None:
-        """Add one value per field of `Totals`, without reading the device."""
+        """Add one value per field of `Totals`, without reading the device or copying to it."""
         if device not in self._sums:
             self._sums[device] = torch.zeros(len(Totals._fields), dtype=torch.int64, device=device)
-        self._sums[device] += torch.stack([torch.as_tensor(v, dtype=torch.int64, device=device) for v in values])
+        sums = self._sums[device]
+        sums += torch.stack([v if isinstance(v, Tensor) else sums.new_full((), v) for v in values])
 
     def totals(self) -> Totals:
         """Sums over all devices, as integers. Waits for the devices."""
@@ -102,7 +104,7 @@ def note_replay(
         flush = flush | (force_flush != 0)
     rows, flushes = live.sum(), (flush & live).sum()
     size, record = state_bytes(state), record_bytes(*ring)
-    read = torch.where(live, write_pos, 0).sum()
+    read = _records(live, write_pos)
     appends = rows - flushes
     _add(indices.device, [rows * size, flushes * size, read * record, appends * record, rows, appends, flushes])
 
@@ -120,7 +122,7 @@ def note_flush(state: Tensor, ring: tuple[Tensor, Tensor, Tensor], indices: Tens
     live = (indices >= 0) & (write_pos > 0)
     rows = live.sum()
     size, record = state_bytes(state), record_bytes(*ring)
-    read = torch.where(live, write_pos, 0).sum()
+    read = _records(live, write_pos)
     _add(indices.device, [rows * size, rows * size, read * record, 0, 0, 0, rows * layers])
 
 
@@ -135,9 +137,14 @@ def note_materialize(
     """A folded copy: the source is read whole, the destination written whole."""
     live = (src >= 0) & (dst >= 0)
     rows = live.sum()
-    read = torch.where(live, write_pos, 0).sum()
+    read = _records(live, write_pos)
     sizes = rows * state_bytes(state), rows * state_bytes(dst_state), read * record_bytes(*ring)
     _add(src.device, [*sizes, 0, 0, 0, 0])
+
+
+def _records(live: Tensor, write_pos: Tensor) -> Tensor:
+    """Valid records of the live rows. A product, since torch.where would copy its scalar from the host."""
+    return (write_pos * live).sum()
 
 
 def _add(device: torch.device, values: list[Tensor | int]) -> None:

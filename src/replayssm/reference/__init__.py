@@ -9,7 +9,7 @@ from __future__ import annotations
 from replayssm.reference.conv import causal_conv_update
 from replayssm.reference.gates import beta, gdn_log_decay, kda_log_decay, l2norm
 from replayssm.reference.packed import packed_decode
-from replayssm.reference.replay import advance_cursor, flush, materialize, replay_decode
+from replayssm.reference.replay import advance_cursor, flush, force_flush, materialize, replay_decode
 from replayssm.reference.serial import serial
 from replayssm.reference.verify import commit, verify
 
@@ -19,6 +19,7 @@ __all__ = [
     "causal_conv_update",
     "commit",
     "flush",
+    "force_flush",
     "gdn_log_decay",
     "kda_log_decay",
     "l2norm",

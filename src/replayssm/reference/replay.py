@@ -157,3 +157,8 @@ def materialize(
 def advance_cursor(pos: int, ring_len: int, force_flush: bool = False, num_tokens: int = 1) -> int:
     """The next cursor of one slot: 0 after a flush, else pos + num_tokens."""
     return 0 if force_flush or pos + num_tokens >= ring_len else pos + num_tokens
+
+
+def force_flush(length: int, interval: int, slot: int = 0) -> bool:
+    """Whether a row must fold on the step after which its sequence has `length` tokens; interval <= 0: never."""
+    return slot >= 0 and length > 0 and interval > 0 and length % interval == 0

@@ -7,11 +7,13 @@ import math
 import pytest
 import torch
 
-from tests.kernels.triton.interpreter import decode, filled_pool, rows_of, same, step  # isort: skip
+import tests.kernels.triton.interpreter  # noqa: F401 # isort: skip - before anything that imports Triton
 
 from replayssm import reference
+from replayssm.kernels.torch_math import LOG_DECAY_FLOOR
 from tests import tolerance
 from tests.decode_case import KINDS, NAN, Pool, int32, layer
+from tests.step_case import decode, filled_pool, rows_of, same, step
 
 INF = math.inf
 KIND = pytest.mark.parametrize("kind", ["gdn", "kda"])
@@ -229,7 +231,7 @@ def test_a_step_that_forgets_everything(kind, at):
 
 @pytest.mark.parametrize("kind", ["gdn", "kda", "kda-bounded"])
 def test_gate_inputs_from_minus_to_plus_infinity(kind):
-    """A row for each input; the g that is stored is right to a few roundings of itself, however small."""
+    """A row for each input; the g that is stored is right to a few roundings of itself, however small, and finite."""
     x = [-INF, -1e4, -100.0, -20.0, -8.0, 0.0, 19.9, 20.1, 88.0, 89.0, 1e4, INF]
     lay, rows = layer(kind, (1, 2, 3, 2), 2), len(x)
     lay.A_log, slots = torch.tensor([-10.0, 3.0]), torch.arange(rows, dtype=torch.int32)
@@ -241,7 +243,19 @@ def test_gate_inputs_from_minus_to_plus_infinity(kind):
     want = (
         reference.gdn_log_decay(*args) if kind == "gdn" else reference.kda_log_decay(*args, lay.spec.lower_bound)
     )  # fmt: skip
-    torch.testing.assert_close(pool.g_cache[:rows, :, 0].double(), want, rtol=3e-6, atol=1e-37)
+    got = pool.g_cache[:rows, :, 0].double()
+    torch.testing.assert_close(got, want.clamp_min(LOG_DECAY_FLOOR), rtol=3e-6, atol=1e-37)
+
+
+@KIND
+def test_an_infinite_rate_times_no_gate_is_no_decay(kind):
+    """e^100 is inf in fp32, softplus(-200) is 0."""
+    lay = layer(kind, (1, 2, 3, 2), 2)
+    lay.A_log, token = torch.full((2,), 100.0), lay.tokens(1, 1)[0]
+    lay.dt_bias.zero_()
+    token[1].fill_(-200.0)
+    _, pool = step(lay, int32(0), int32(0), token=token)
+    assert not pool.g_cache[0, :, 0].any()
 
 
 def test_rounded_gate_parameters_are_widened_first():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton.interpreter import bits, filled_pool, same  # isort: skip
+import tests.kernels.triton.interpreter  # noqa: F401 # isort: skip - before anything that imports Triton
 
 from replayssm import ops, reference
+from replayssm.kernels import torch_backend
 from replayssm.kernels.triton import backend
 from tests import tolerance
-from tests.decode_case import NAN, int32, layer
+from tests.decode_case import KINDS, NAN, Pool, int32, layer
+from tests.step_case import bits, filled_pool, same
 
 KIND = pytest.mark.parametrize("kind", ["gdn", "kda"])
 CURSORS = int32(0, 4, 3, 1, 2)
@@ -81,6 +83,27 @@ def test_materialize_leaves_the_source(kind, dst_dtype):
 
 
 @KIND
+def test_an_empty_ring_is_copied_to_the_bit(kind):
+    """The sign of a zero too, and a subnormal number."""
+    _, pools = layered(kind)
+    pools[0][:, 0, 0, 0, :3] = torch.tensor([-0.0, 0.0, 1e-40])
+    target = torch.full((2, 1, *pools[0].shape[2:]), NAN)
+    ops.materialize(*pools, int32(0), int32(0), target, int32(0))
+    assert same(target[:, 0], pools[0][:, 0])
+
+
+@KIND
+def test_a_slot_may_be_materialized_onto_itself(kind):
+    """Pairs whose two slots are one equal a flush."""
+    _, pools = layered(kind)
+    flushed, slots = pools[0].clone(), int32(2, 4, -1, 0)
+    pos = CURSORS[slots.clamp_min(0).long()]
+    ops.flush(flushed, *pools[1:], slots, pos)
+    ops.materialize(*pools, slots, pos, pools[0], slots)
+    assert same(pools[0], flushed)
+
+
+@KIND
 def test_materialize_within_one_pool_then_flush_agree_to_the_bit(kind):
     _, pools = layered(kind)
     ops.materialize(*pools, int32(2, 4), CURSORS[[2, 4]], pools[0], int32(1, 3))
@@ -133,6 +156,27 @@ def test_flush_past_32_bit_offsets(tmp_path):
     assert not views[0][0].any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_kernels_share_the_ring(kind):
+    """Steps alternate between the two, with one that forgets everything; then each folds what both have written."""
+    lay, backends = layer(kind, (1, 2, 12, 20), 8), (backend, torch_backend)
+    pool, state, tokens, slots = Pool(lay, 3), lay.state(2), lay.tokens(14, 2), int32(2, 0)
+    pool.place(slots, state)
+    tokens.a[[3, 10], :, 1] = torch.inf
+    outs = []
+    for t in range(14):
+        out, pos = lay.empty_out(2), int32(t % 8, t % 8)
+        gate = (*tokens[t], lay.A_log, lay.dt_bias, 12**-0.5)
+        backends[t % 2].replay_decode(*gate, *pool.tensors, out, slots, pos, None, *lay.gate_args.values())
+        outs.append(out[:, 0])
+    want, final = lay.serial(state, tokens)
+    tolerance.assert_close(torch.stack(outs), want, tolerance.output(12, 8), "output")
+    for one in backends:
+        folded = pool.on("cpu")
+        one.flush(*folded.tensors, slots, int32(6, 6), True)
+        tolerance.assert_close(folded.initial_state[[2, 0]], final, tolerance.state(12, 8), one.__name__)
+
+
 @pytest.mark.parametrize("with_force", [False, True])
 @pytest.mark.parametrize("with_counts", [False, True])
 def test_advance_and_gather(with_force, with_counts):
@@ -167,15 +211,25 @@ def test_cursors_with_strides_and_no_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_force_flush_mask(dtype):
-    lens = torch.arange(600, dtype=dtype)
-    mask = backend.force_flush_mask(lens, 64)
-    assert mask.dtype == torch.int32
-    assert mask.tolist() == [int(n % 64 == 0) for n in range(600)]
+@pytest.mark.parametrize("interval", [64, 1, 0, -3, 1 << 33])
+@pytest.mark.parametrize("padded", [False, True])
+def test_force_flush_mask(dtype, interval, padded):
+    """More rows than one program; every row against the scalar rule; strides everywhere."""
+    lens = torch.arange(-2, 1198, dtype=dtype)[::2]
+    if dtype == torch.int64:
+        lens[3] = interval * 5
+    slots = torch.arange(1200, dtype=torch.int32)[::2] if padded else None
+    if padded:
+        slots[::3] = -1
     out = torch.full((600, 2), 7, dtype=torch.int32)
-    assert backend.force_flush_mask(lens, 1, out[:, 1]).tolist() == [1] * 600
+    mask = ops.force_flush_mask(lens, interval, slots, out[:, 1])
+    want = [reference.force_flush(int(n), interval, int(slots[i]) if padded else 0) for i, n in enumerate(lens)]
+    assert mask.tolist() == [int(flag) for flag in want]
     assert bool((out[:, 0] == 7).all())
-    assert backend.force_flush_mask(lens[:0], 64).shape == (0,)
+    fresh = ops.force_flush_mask(lens, interval, slots)
+    assert torch.equal(fresh, mask)
+    assert fresh.dtype == torch.int32
+    assert ops.force_flush_mask(lens[:0], interval).shape == (0,)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -194,6 +248,14 @@ def test_conv_against_reference_for_many_steps(width, extra, activation):
         want, want_state = reference.causal_conv_update(x, want_state, weight, bias, slots, activation)
         tolerance.assert_close(y, want, tolerance.output(width, 0), "y")
         assert torch.equal(state.double(), want_state)
+
+
+def test_conv_may_write_over_its_input():
+    state, weight, slots = torch.randn(4, 33, 3), torch.randn(33, 4), int32(3, -1, 0)
+    again, x = state.clone(), torch.randn(3, 33)
+    want = ops.causal_conv_update(x.clone(), again, weight, None, slots)
+    assert torch.equal(ops.causal_conv_update(x, state, weight, None, slots, out=x), want)
+    assert torch.equal(state, again)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -110,6 +110,27 @@ def test_other_shapes_and_dtypes_compile(options, target):
             assert used.spilled <= SPARE_BYTES, f"{op}: {used}"
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_sizes_and_strides_of_one_compile(kind):
+    """They are constants to the compiler, which the other tests do not have in these places."""
+    launches = [
+        one
+        for op in ("replay", "packed", "fold")
+        for one in layer_launches(op, kind, rows=1, dims=(1, 1), heads=(1, 1), ring_len=1, layers=int(op == "fold"))
+    ]
+    with aot.recorded(conv, cursor) as small:
+        index = torch.empty(1, dtype=torch.int32)
+        backend.advance_cursors(index, index, 16, index, index)
+        backend.gather_cursors(index, index)
+        backend.force_flush_mask(index, 1, index, index)
+        for size in (0, 1):
+            x, state, weight = torch.empty(1, 1), torch.empty(1, 1, size), torch.empty(1, size + 1)
+            backend.causal_conv_update(x, state, weight, weight[0, :1], index, "silu", torch.empty_like(x))
+    assert len(launches + small) == 9
+    for one in launches + small:
+        aot.compiled(one, aot.TARGETS["sm_90"])
+
+
 @ONE_OF_EACH
 def test_small_kernels_compile(target):
     index, cursors = torch.empty(300, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
@@ -117,12 +138,12 @@ def test_small_kernels_compile(target):
         backend.advance_cursors(cursors, index, 16, None, None)
         backend.advance_cursors(cursors, index, 16, index, index)
         backend.gather_cursors(cursors, index)
-        backend.force_flush_mask(index, 64)
-        backend.force_flush_mask(index.long(), 64)
+        for lens, interval, slots in ((index, 64, None), (index.long(), 1, index), (index, 1 << 40, index)):
+            backend.force_flush_mask(lens, interval, slots, index)
         for width, size, dtype in ((4, 3, BF16), (4, 6, F32), (1, 0, F16), (1, 1, F16)):
             x, state = torch.empty(3, 300, dtype=dtype), torch.empty(2, 300, size, dtype=dtype)
             backend.causal_conv_update(x, state, torch.empty(300, width), None, index[:3], "silu", torch.empty_like(x))
-    assert len(launches) == 9
+    assert len(launches) == 10
     for one in launches:
         assert aot.usage(aot.compiled(one, aot.TARGETS[target]), aot.TARGETS[target]).spilled == 0
 

@@ -21,7 +21,7 @@ def conv_kernel(
     """Grid: rows x blocks of channels, on one axis. The window of BLOCK channels is a tile [BLOCK, BS], BS >= S."""
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
-    chan = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    chan = (pid % blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = chan < C
     slot = tl.load(slot_ptr + row * slot_step).to(tl.int64)
     out_at = out_ptr + row * out_row + chan
@@ -29,7 +29,7 @@ def conv_kernel(
         tl.store(out_at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=inside)
         return
 
-    x = tl.load(x_ptr + row * x_row + chan.to(tl.int64) * x_chan, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row + chan * x_chan, mask=inside, other=0.0).to(tl.float32)
     tap = weight_ptr + chan * weight_chan
     y = x * tl.load(tap + (W - 1) * weight_tap, mask=inside, other=0.0).to(tl.float32)
     if S > 0:

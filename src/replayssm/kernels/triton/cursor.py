@@ -17,7 +17,7 @@ def advance_kernel(
     HAS_FORCE: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """cursor[slot] <- 0 where the row flushed, else cursor + tokens."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = row < num_rows
     slot = tl.load(slot_ptr + row * slot_step, mask=inside, other=-1).to(tl.int64)
     live = inside & (slot >= 0)
@@ -36,7 +36,7 @@ def advance_kernel(
 @triton.jit
 def gather_kernel(cursor_ptr, slot_ptr, out_ptr, num_rows, cursor_step, slot_step, BLOCK: tl.constexpr):
     """out[row] = cursor[slot], 0 for padding."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = row < num_rows
     slot = tl.load(slot_ptr + row * slot_step, mask=inside, other=-1).to(tl.int64)
     pos = tl.load(cursor_ptr + slot * cursor_step, mask=inside & (slot >= 0), other=0)
@@ -44,12 +44,18 @@ def gather_kernel(cursor_ptr, slot_ptr, out_ptr, num_rows, cursor_step, slot_ste
 
 
 @triton.jit
-def force_kernel(lens_ptr, out_ptr, num_rows, interval, lens_step, out_step, BLOCK: tl.constexpr):
-    """out[row] = 1 where the sequence length is a multiple of the interval."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def force_kernel(
+    lens_ptr, slot_ptr, out_ptr, num_rows, interval, lens_step, slot_step, out_step,
+    HAS_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = 1 where the length is a positive multiple of the interval and the row is no padding."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = row < num_rows
-    length = tl.load(lens_ptr + row * lens_step, mask=inside, other=1)
-    tl.store(out_ptr + row * out_step, (length % interval == 0).to(tl.int32), mask=inside)
+    length = tl.load(lens_ptr + row * lens_step, mask=inside, other=0)
+    flag = (length > 0) & (length % interval == 0)
+    if HAS_SLOTS:
+        flag = flag & (tl.load(slot_ptr + row * slot_step, mask=inside, other=-1) >= 0)
+    tl.store(out_ptr + row * out_step, flag.to(tl.int32), mask=inside)
 
 
 def advance_cursors(
@@ -82,26 +88,15 @@ def gather_cursors(cursor: Tensor, ssm_state_indices: Tensor) -> Tensor:
     return out
 
 
-def force_flush_mask(seq_lens: Tensor, interval: int, out: Tensor | None = None) -> Tensor:
-    """int32 [B]: 1 where `seq_lens` is a multiple of `interval`, so that a snapshot can be taken there, else 0.
-
-    `seq_lens` [B] (int32 or int64) counts the tokens that the state will hold *after* the step that gets the mask as
-    `force_flush`; `interval` >= 1. `out` takes the result in place of a new tensor.
-    """
+def force_flush_mask(seq_lens: Tensor, interval: int, ssm_state_indices: Tensor | None, out: Tensor) -> None:
+    """See `replayssm.ops.force_flush_mask`."""
     rows = seq_lens.shape[0]
-    if out is None:
-        out = torch.empty(rows, dtype=torch.int32, device=seq_lens.device)
-    if rows:
-        with on_device(seq_lens):
+    if interval <= 0:
+        out.zero_()
+    elif rows:
+        slots = seq_lens if ssm_state_indices is None else ssm_state_indices
+        with on_device(out):
             force_kernel[(triton.cdiv(rows, CURSOR_ROWS),)](
-                seq_lens,
-                out,
-                rows,
-                interval,
-                seq_lens.stride(0),
-                out.stride(0),
-                BLOCK=CURSOR_ROWS,
-                num_warps=4,
-                **OPTIONS,
-            )
-    return out
+                seq_lens, slots, out, rows, interval, seq_lens.stride(0), slots.stride(0), out.stride(0),
+                HAS_SLOTS=ssm_state_indices is not None, BLOCK=CURSOR_ROWS, num_warps=4, **OPTIONS,
+            )  # fmt: skip

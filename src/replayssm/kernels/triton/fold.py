@@ -33,7 +33,7 @@ def fold_kernel(
     if (src < 0) | (dst < 0):
         return
     n = tl.load(pos_ptr + row * pos_step)
-    if IN_PLACE and n == 0:
+    if IN_PLACE and n <= 0:
         return
 
     cols = columns(BK, BC)
@@ -51,9 +51,11 @@ def fold_kernel(
     )  # fmt: skip
     s = load_state(
         state_ptr + layer * state_layer + src * state_slot + head * (V * K), first, K, V, BV, BK, BC, VEC, EVEN
-    )
+    ).to(tl.float32)
+    if n > 0:  # else a copy, exact to the sign of a zero
+        s = decayed(s, total, IS_KDA) + acc
     dst_at = dst_state_ptr + layer * dst_layer + dst * dst_slot + head * (V * K)
-    store_state(dst_at, decayed(s, total, IS_KDA) + acc, first, K, V, BV, BK, BC, VEC, EVEN)
+    store_state(dst_at, s, first, K, V, BV, BK, BC, VEC, EVEN)
 
 
 def flush(

@@ -8,6 +8,8 @@ import triton.language as tl
 
 L2_EPS = tl.constexpr(1e-6)  # inside the square root, as in the models that were trained with it
 FP16_MAX = tl.constexpr(65504.0)
+RATE_LOG_MAX = tl.constexpr(88.0)  # e^88 is finite, so that rate·softplus is never inf·0
+LOG_DECAY_FLOOR = tl.constexpr(-200.0)  # e^-104 is 0 in fp32 already: the same decay, but a sum of it is a number
 
 
 @triton.jit
@@ -38,12 +40,12 @@ def softplus(x):
 @triton.jit
 def log_decay(x, A_log, lower_bound, BOUNDED: tl.constexpr):
     """g <= 0 of the pre-activation x = a + dt_bias (fp32, any shape); A_log a scalar."""
-    rate = tl.exp(A_log)
+    rate = tl.exp(tl.where(A_log > RATE_LOG_MAX, RATE_LOG_MAX, A_log))
     if BOUNDED:
         g = lower_bound * sigmoid(rate * x)
     else:
         g = -rate * softplus(x)
-    return g
+    return tl.where(g < LOG_DECAY_FLOOR, LOG_DECAY_FLOOR, g)  # a select lets NaN through; a maximum would hide it
 
 
 @triton.jit

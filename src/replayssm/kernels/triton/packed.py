@@ -46,11 +46,12 @@ def packed_kernel(
     token = qkv_ptr + row * qkv_row
     q, k, _ = load_q_k(token, head // (HV // H), cols, scale, H, K, L2NORM, EVEN)
     v = tl.load(token + 2 * H * K + head * V + rows, mask=rows < V, other=0.0).to(tl.float32)
+    wide = head.to(tl.int64)  # a and b may have any stride
     g = load_gate(
-        a_ptr + row * a_row + head * a_head, a_chan, A_log_ptr + head * A_log_head, bias_ptr + head * bias_head,
+        a_ptr + row * a_row + wide * a_head, a_chan, A_log_ptr + head * A_log_head, bias_ptr + head * bias_head,
         bias_chan, cols, lower_bound, K, IS_KDA, BOUNDED,
     )  # fmt: skip
-    beta = load_beta(b_ptr + row * b_row + head * b_head, beta_scale)
+    beta = load_beta(b_ptr + row * b_row + wide * b_head, beta_scale)
 
     state_q, state_k = read_state(s, q, k, g, IS_KDA)
     d = beta * (v - state_k)

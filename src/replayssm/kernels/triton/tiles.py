@@ -107,7 +107,7 @@ def load_gate(
     rate = tl.load(A_log_ptr).to(tl.float32)
     if IS_KDA:
         mask = cols < K
-        x = tl.load(a_ptr + cols * a_chan, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(a_ptr + cols.to(tl.int64) * a_chan, mask=mask, other=0.0).to(tl.float32)
         x += tl.load(bias_ptr + cols * bias_chan, mask=mask, other=0.0).to(tl.float32)
         g = tl.where(mask, log_decay(x, rate, lower_bound, BOUNDED), 0.0)
     else:

@@ -1,0 +1,33 @@
+"""The table of routes: complete, and read as it says. Its numbers are measurements and not repeated here."""
+
+from __future__ import annotations
+
+import pytest
+
+from replayssm.kernels.policy import FROM_HEADS, SHORT_RING, decode_route
+from replayssm.spec import DTYPE_BYTES, RING_LEN_MAX, STATE_DTYPES
+
+ENTRIES = [(device, *key, entry) for device, table in FROM_HEADS.items() for key, entry in table.items()]
+
+
+def test_every_state_dtype_and_kind_has_an_entry():
+    keys = {(is_kda, DTYPE_BYTES[dtype]) for is_kda in (False, True) for dtype in STATE_DTYPES}
+    assert all(table.keys() == keys for table in FROM_HEADS.values())
+
+
+@pytest.mark.parametrize(("device", "is_kda", "elem_bytes", "entry"), ENTRIES)
+def test_a_longer_ring_never_pays_earlier(device, is_kda, elem_bytes, entry):
+    assert entry.long is None or entry.short <= entry.long
+
+
+@pytest.mark.parametrize(("device", "is_kda", "elem_bytes", "entry"), ENTRIES)
+@pytest.mark.parametrize("ring_len", [1, SHORT_RING, SHORT_RING + 1, RING_LEN_MAX])
+def test_replay_from_the_listed_number_of_heads_on(device, is_kda, elem_bytes, entry, ring_len):
+    least = entry.short if ring_len <= SHORT_RING else entry.long
+    for heads in (0, 1, 10**9) if least is None else (0, 1, least - 1, least, least + 1, 10**9):
+        want = "packed" if least is None or heads < least else "replay"
+        assert decode_route(device, is_kda, elem_bytes, heads, ring_len) == want
+
+
+def test_a_cpu_always_replays():
+    assert {decode_route("cpu", kda, size, 1, 64) for kda in (False, True) for size in (2, 4)} == {"replay"}
