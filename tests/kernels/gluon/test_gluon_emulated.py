@@ -1,13 +1,17 @@
-"""The kernels' indices, masks and formulas, run by `emulator` on the CPU: every kind, fold and launch shape."""
+"""The kernels' indices, masks, formulas and barriers, run by `emulator` on the CPU: every kind and launch shape."""
+
+import itertools
 
 import pytest
 import torch
 
-from tests.decode_case import KINDS, layer
-from tests.kernels.gluon import case
+from replayssm import reference
+from tests.decode_case import KINDS, Tokens, int32, layer
+from tests.kernels.gluon import case, tasks
 from tests.kernels.gluon.emulator import emulated
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.fixture(scope="module")
@@ -16,23 +20,36 @@ def backend():
         yield module
 
 
-SHAPES = {
+@pytest.fixture(autouse=True)
+def order(request):
+    """Who runs when is drawn, and the same for every run of a test."""
+    tasks.ORDER.seed(request.node.name)
+
+
+LAUNCHES = {
     "registers": dict(rows=32, chunk=32, warps=1, staged=False),
-    "chunks": dict(rows=32, chunk=16, warps=1, staged=False),
+    "registers, chunks": dict(rows=32, chunk=16, warps=1, staged=False),
     "staged": dict(rows=32, chunk=16, warps=1),
-    "tensor cores": dict(rows=16, chunk=16, warps=1, staged=False, fold=2),
-    "fold later": dict(rows=32, chunk=16, warps=1, fold=0),
-    "two launches": dict(rows=32, chunk=16, warps=1, two_launches=True),
-    "two launches, fold later": dict(rows=32, chunk=32, warps=1, two_launches=True, fold=0, pdl=True),
-    "no scan": dict(rows=32, chunk=32, warps=1, scan=False),
+}
+# On the emulator's two multiprocessors: 2, 4 or 6 programs of several tiles.
+STREAMS = {
+    "2 stages": dict(rows=16, chunk=16, warps=4, stages=2, per_sm=1),
+    "3 stages": dict(rows=16, chunk=16, warps=4, stages=3, per_sm=2),
+    "1 worker": dict(rows=16, chunk=16, warps=4, stages=2, per_sm=3, workers=1),
+    "1 stage": dict(rows=16, chunk=16, warps=4, stages=1, per_sm=1, workers=1),
+    "chunks": dict(rows=32, chunk=16, warps=4, stages=2, per_sm=1),
+    "3 stages, 1 worker, chunks": dict(rows=32, chunk=16, warps=4, stages=3, per_sm=1, workers=1),
 }
 
 
+def launch_of(backend, shape):
+    return backend.Launch(**LAUNCHES[shape]) if shape in LAUNCHES else backend.Stream(**STREAMS[shape])
+
+
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*LAUNCHES, *STREAMS])
 def test_every_launch_shape_equals_the_oracle(backend, shape, kind):
-    params = backend.Launch(**SHAPES[shape])
-    case.replay(backend, layer(kind, (1, 2, 32, 32), 3), 7, params=params)
+    case.replay(backend, layer(kind, (1, 2, 32, 32), 3), 8, params=launch_of(backend, shape))
 
 
 @pytest.mark.parametrize(
@@ -51,23 +68,130 @@ def test_table_launch_on_other_geometries_with_strided_inputs(backend, kind, dim
     case.replay(backend, layer(kind, dims, ring_len, **options), ring_len + 3, strided=True)
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "dims", "ring_len", "steps", "options"),
+    [
+        ("2 stages", "gdn", (1, 2, 32, 32), 1, 3, {"l2norm": False}),
+        ("3 stages", "kda", (1, 1, 32, 64), 1, 3, {}),
+        ("1 worker", "gdn-beta2", (2, 2, 64, 32), 2, 7, {"io": BF16, "state_dtype": BF16}),
+        ("chunks", "kda-bounded", (2, 4, 64, 32), 2, 6, {}),
+        ("3 stages", "gdn", (1, 3, 32, 64), 5, 8, {"io": BF16}),
+        ("chunks", "kda", (1, 3, 32, 32), 5, 12, {"state_dtype": FP16}),
+        ("2 stages", "gdn", (1, 2, 64, 32), 8, 19, {}),
+        ("1 worker", "kda-bounded", (1, 2, 32, 32), 8, 19, {"io": FP16, "l2norm": False}),
+        ("3 stages, 1 worker, chunks", "gdn", (1, 1, 32, 64), 13, 30, {}),
+        ("2 stages", "kda", (1, 1, 32, 32), 13, 28, {"state_dtype": BF16}),
+        ("3 stages", "kda-bounded", (1, 1, 32, 64), 19, 22, {}),
+        ("1 stage", "gdn", (1, 1, 64, 32), 19, 41, {"io": BF16}),
+    ],
+)
+def test_streams_of_every_geometry(backend, shape, kind, dims, ring_len, steps, options):
+    lay = layer(kind, dims, ring_len, **options)
+    case.replay(backend, lay, steps, strided=ring_len != 8, params=launch_of(backend, shape))
+
+
+# Slot 0 in use; padding nowhere, everywhere, or in whole programs; more programs than tiles.
+@pytest.mark.parametrize("slots", [(0, 2), (2, 0, -1, -1), (-1, -1, -1, 0), (-1, 0)], ids=str)
+@pytest.mark.parametrize("shape", ["registers", "3 stages", "chunks"])
+def test_padding(backend, shape, slots):
+    lay = layer("kda", (1, 1, 32, 32), 2)
+    case.replay(backend, lay, 5, slots=int32(*slots), params=launch_of(backend, shape))
+
+
+@pytest.mark.parametrize("shape", ["registers", "3 stages"])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_batch_without_live_rows_touches_nothing(backend, shape, rows):
+    lay = layer("gdn", (1, 2, 32, 32), 4)
+    pools = case.placed(lay, int32(1), lay.state(1), "cpu", False)
+    before = [x.clone() for x in pools]
+    out, slots, pos = lay.empty_out(rows), -1 - torch.arange(rows).int(), case.GARBAGE[:rows]
+    token, args = [x[0] for x in lay.tokens(1, rows)[:]], case.constants(lay, "cpu")
+    backend.replay_decode(
+        *token, *args, *pools, out, slots, pos, pos, *case.gate(lay), params=launch_of(backend, shape)
+    )
+    assert not out.any()
+    assert case.same(before, pools)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("shape", ["registers", "staged", "2 stages", "1 worker"])
+def test_nothing_leaks_from_what_a_row_does_not_own(backend, shape, kind):
+    lay, slots = layer(kind, (1, 2, 32, 32), 5), int32(3, 0, -1, 1, 5, -1)
+    cursor, force = int32(4, 0, -9, 2, 3, 7), int32(0, 1, 1, 0, -1, 0)  # folds by length and by force, appends
+    case.assert_nothing_leaks(backend, lay, slots, cursor, force, params=launch_of(backend, shape))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("staged", [True, False])
-def test_packed_equals_the_oracle(backend, kind, staged):
-    params = backend.Launch(rows=32, chunk=16, warps=1, staged=staged)
-    case.packed(backend, layer(kind, (1, 3, 32, 64)), 4, strided=True, params=params)
+@pytest.mark.parametrize("shape", ["registers", "registers, chunks", "2 stages", "1 worker"])
+def test_extreme_gates(backend, shape, kind):
+    """Inputs that saturate softplus and sigmoid, decays of 0 and of e^-30, and rates past the fp32 range."""
+    lay, steps = layer(kind, (1, 2, 32, 32), 3), 6
+    lay.A_log = torch.tensor([-20.0, 3.0])
+    tokens, gen = lay.tokens(steps, len(case.SLOTS), 4), torch.Generator().manual_seed(1)
+    extremes = torch.tensor([-INF, -100.0, -20.0, 0.0, 1.0, 20.1, 89.0, 1e4, INF])
+    for x in (tokens.a, tokens.b):
+        x.copy_(extremes[torch.randint(len(extremes), x.shape, generator=gen)])
+    tokens.a[0] = tokens.b[0] = 0.0
+    known = case.past(lay, tokens, case.owners(case.SLOTS))
+    case.replay(backend, lay, steps, known=known, params=launch_of(backend, shape))
 
 
-def test_state_past_the_fp16_range_saturates(backend):
-    lay = layer("gdn", (1, 1, 32, 32), 1, state_dtype=FP16)
-    state = torch.full((1, 1, 32, 32), 6e4, dtype=FP16)
+@pytest.mark.parametrize("shape", ["registers", "2 stages"])
+def test_a_rate_past_the_fp32_range_still_multiplies_zero(backend, shape):
+    """exp(A_log) would be inf, and the softplus of -inf is 0."""
+    lay = layer("gdn", (1, 2, 32, 32), 3)
+    lay.A_log = torch.tensor([200.0, INF])
+    slots, steps = int32(1, 0), 4
+    tokens = lay.tokens(steps, 2)
+    tokens.a.fill_(-INF)
+    calm = layer("gdn", (1, 2, 32, 32), 3)
+    known = case.past(calm, Tokens(tokens.mixed_qkv, tokens.a, tokens.b), [0, 1])  # a gate of 0 at any rate
+    case.replay(backend, lay, steps, slots=slots, known=known, params=launch_of(backend, shape))
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("shape", ["registers", "2 stages"])
+def test_the_ring_holds_a_finite_number_for_a_decay_to_zero(backend, shape, kind):
+    """All backends read each other's rings, and -inf in one would be their problem."""
+    lay = layer(kind, (1, 2, 32, 32), 3)
+    moment = case.moment(lay, int32(1, 0), int32(1, 0), None)
+    moment.inputs[1].fill_(INF)
+    g = moment.step(backend, params=launch_of(backend, shape))[4]
+    assert bool((g[1, :, 1] == -200.0).all())
+    assert bool((g[0, :, 0] == -200.0).all())
+
+
+@pytest.mark.parametrize("shape", ["registers", "2 stages"])
+def test_without_flags_only_full_rings_fold(backend, shape):
+    lay, slots = layer("gdn", (1, 2, 32, 32), 4), int32(1, 0, -1)
+    for cursor in (int32(3, 1, 9), int32(2, 3, -5), int32(1, 1, 3)):
+        one, other = (
+            case.moment(lay, slots, cursor, force).step(backend, params=launch_of(backend, shape))
+            for force in (None, int32(0, 0, 1))
+        )
+        assert case.same(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["registers, chunks", "staged"])
+def test_packed_equals_the_oracle(backend, kind, shape):
+    case.packed(backend, layer(kind, (1, 3, 32, 64)), 4, strided=True, params=launch_of(backend, shape))
+
+
+@pytest.mark.parametrize("op", ["packed", "registers", "2 stages"])
+def test_state_past_the_fp16_range_saturates(backend, op):
+    lay = layer("gdn", (1, 1, 32, 32), 1, state_dtype=FP16, l2norm=False)
+    slots = int32(0)
+    pools = case.placed(lay, slots, torch.full((1, 1, 32, 32), 6e4), "cpu", False)
     mixed, a, b = (x[0] for x in lay.tokens(1, 1)[:])
-    mixed = mixed * 1e6
+    args = (mixed * 1e6, torch.full_like(a, -50.0), b, *case.constants(lay, "cpu"))
     out = lay.empty_out(1)
-    args = (mixed, torch.full_like(a, -50.0), b, *case.constants(lay, "cpu"), state, out, torch.zeros(1).int())
-    backend.packed_decode(*args, False, False, None, 1.0)
-    assert bool(torch.isfinite(state).all())
-    assert float(state.float().abs().max()) == 65504.0
+    if op == "packed":
+        backend.packed_decode(*args, pools[0], out, slots, *case.gate(lay))
+    else:
+        backend.replay_decode(*args, *pools, out, slots, int32(0), None, *case.gate(lay), params=launch_of(backend, op))
+    assert bool(torch.isfinite(pools[0][0]).all())
+    assert float(pools[0][0].float().abs().max()) == 65504.0
 
 
 def test_flush_of_several_layers(backend):
@@ -76,10 +200,7 @@ def test_flush_of_several_layers(backend):
     gen = torch.Generator().manual_seed(2)
     state, d, k, g = (torch.randn(2, *shape, generator=gen) for shape in pools)
     g = -g.abs()
-    slots, pos = torch.tensor([2, -1, 0]).int(), torch.tensor([4, 4, 0]).int()
-    want = [x.clone() for x in state]
-    from replayssm import reference
-
+    slots, pos = int32(2, -1, 0), int32(4, 4, 0)
     want = [reference.flush(*one, slots, pos) for one in zip(state, d, k, g, strict=True)]
     backend.flush(state, d, k, g, slots, pos, True)
     torch.testing.assert_close(state, torch.stack(want), rtol=1e-5, atol=1e-5)
@@ -93,19 +214,43 @@ def test_a_wrong_kernel_is_noticed(backend, monkeypatch):
         case.replay(backend, layer("gdn", (1, 2, 32, 32), 3), 5)
 
 
+def test_more_workers_than_stages_are_refused(backend):
+    """One of them could be two phases ahead of the other, where parity says the same again."""
+    with pytest.raises(AssertionError):
+        backend.Stream(rows=16, chunk=16, warps=4, stages=1, per_sm=1, workers=2)
+
+
+def test_gates_whose_heads_are_far_apart_are_copied(backend):
+    """The kernels form offsets within a row in 32 bits."""
+    far, close = (torch.empty_strided((2, 3, 4), (1, step, 2), device="meta") for step in (2**30, 2**29))
+    assert backend.near(far).is_contiguous()
+    assert backend.near(close) is close
+    last = torch.empty_strided((2, 1, 3), (1, 2**40, 2**30), device="meta")
+    assert backend.near(last).is_contiguous()
+
+
 def test_the_table_fits_every_geometry(backend):
     table = backend.launch
-    for rows in (table.REPLAY, table.PACKED):
-        for (kind, size), entries in rows.items():
-            assert entries[-1][0] is None
-            for batch in (1, 16, 17, 5000):
-                for k_dim in (32, 64, 128, 256):
-                    for v_dim in (32, 64, 128, 256):
-                        p = table.choose(rows, kind, size, batch, v_dim, k_dim)
-                        assert v_dim % p.rows == 0 == p.rows % p.chunk
-                        lanes_v = 32 // min(8, k_dim * size // 16)
-                        assert p.chunk % (lanes_v * p.warps) == 0
-                        assert not p.staged or p.rows * k_dim * size <= 96 * 1024
+    sizes = itertools.product((False, True), (2, 4), (1, 100, 5000), (32, 64, 128, 256), (32, 64, 128, 256))
+    for is_kda, size, heads, k_dim, v_dim in sizes:
+        for p in (
+            *(table.replay(is_kda, size, heads, v_dim, k_dim, length) for length in (1, 8, 17, 64)),
+            table.packed(is_kda, size, heads, v_dim, k_dim),
+            table.fold(size, v_dim, k_dim, 16),
+        ):
+            assert v_dim % p.rows == 0 == p.rows % p.chunk
+            lanes_v = 32 // min(8, k_dim * size // 16)
+            assert p.chunk % (lanes_v * p.warps) == 0
+            if isinstance(p, backend.Launch):
+                assert not p.staged or p.rows * k_dim * size <= 96 * 1024
+
+
+@pytest.mark.parametrize("name", ["REPLAY", "REPLAY_LONG", "PACKED"])
+def test_every_case_of_the_table_ends_without_a_limit(backend, name):
+    for entries in getattr(backend.launch, name).values():
+        limits = [limit for limit, _ in entries]
+        assert limits[-1] is None
+        assert limits[:-1] == sorted(limits[:-1])
 
 
 def test_supports_names_the_reason(backend):

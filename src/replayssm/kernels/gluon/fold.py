@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Fold rings into checkpoints: the second launch of a decode step with FOLD 0, and the `flush` operation."""
+"""Fold rings into checkpoints outside decode."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,17 +15,12 @@ from replayssm.kernels.gluon.layouts import (
 
 @gluon.jit
 def fold_rows(
-    state, d_ring, k_ring, g_ring, slots, write_pos, force, rows_total, state_slot, d_slot, k_slot, g_slot,
+    state, d_ring, k_ring, g_ring, slots, write_pos, rows_total, state_slot, d_slot, k_slot, g_slot,
     state_layer, d_layer, k_layer, g_layer,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, L: gl.constexpr, LP: gl.constexpr,
-    KDA: gl.constexpr, L2NORM: gl.constexpr, DECODE: gl.constexpr, FORCE: gl.constexpr,
-    BV: gl.constexpr, NW: gl.constexpr, SCAN: gl.constexpr,
+    KDA: gl.constexpr, L2NORM: gl.constexpr, BV: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """state ← state·decay + Σ_j d_j (w_j ∘ k̂_j)ᵀ over the records of each row; a program serves BV rows of V.
-
-    DECODE: only rows that flush, write_pos + 1 records (the step has just appended one). Else all rows with
-    write_pos > 0, for each layer.
-    """
+    """For each row and layer: state ← state·decay + Σ_j d_j (w_j ∘ k̂_j)ᵀ. A program serves BV rows of V."""
     ELEM: gl.constexpr = state.dtype.element_ty.primitive_bitwidth // 8
     blk: gl.constexpr = state_layout(BV, K, ELEM, NW)
     kl: gl.constexpr = ring_k_layout(LP, K, NW)
@@ -42,16 +37,8 @@ def fold_rows(
     if slot < 0:
         return
     count = gl.load(write_pos + n)
-    if DECODE:
-        flush = count == L - 1
-        if FORCE:
-            flush = flush | (gl.load(force + n) != 0)
-        if flush == 0:
-            return
-        count += 1
-    else:
-        if count <= 0:
-            return
+    if count <= 0:
+        return
 
     ov = row0 + gl.arange(0, BV, gl.SliceLayout(1, blk))
     ok = gl.arange(0, K, gl.SliceLayout(0, blk))
@@ -59,7 +46,7 @@ def fold_rows(
     k_base = k_ring + layer * k_layer + slot * k_slot + h * (L * K)
     d_base = d_ring + layer * d_layer + slot * d_slot + hv * (L * V)
     g_base = g_ring + layer * g_layer + slot * g_slot + hv * (L * K if KDA else L)
-    weighted, decay = blocks.weighted_records(k_base, g_base, count, K, LP, KDA, L2NORM, SCAN, kl)
+    weighted, decay = blocks.weighted_records(k_base, g_base, count, K, LP, KDA, L2NORM, kl)
     tile = gl.allocate_shared_memory(gl.float32, [LP, K], row_major())
     tile.store(weighted)
     rows = as_rows(tile, LP, K)
@@ -67,5 +54,5 @@ def fold_rows(
     s = gl.load(s_ptr).to(gl.float32) * gl.convert_layout(decay, gl.SliceLayout(0, blk))[None, :]
     for j in range(count):
         d = gl.load(d_base + j * V + ov)
-        s += d[:, None] * rows.index(j).load(blk)
+        s += d[:, None] * rows.index(LP - 1 - j).load(blk)
     gl.store(s_ptr, blocks.to_state(s, state.dtype.element_ty))

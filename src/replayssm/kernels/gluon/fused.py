@@ -1,17 +1,17 @@
 # mypy: ignore-errors
-# ruff: noqa: RUF005, SIM102, SIM114 - no unpacking in kernels, and a constant `if` stands alone
+# ruff: noqa: RUF005, SIM102 - no unpacking in kernels, and a constant `if` stands alone
 """Replay decode in one launch: a program serves BV rows of V of one value head of one row of the batch.
 
 The loads of the checkpoint tile are issued first; norms, gates and the ring's dot products run while they fly.
 The tile lands in registers, or (STAGED) in shared memory, from where it is taken CH rows at a time: that needs few
 registers, so more programs share a multiprocessor and more bytes are in flight.
-A flushing row folds the rows that it holds (FOLD 1), reads them again for tensor cores (FOLD 2, not STAGED), or
-leaves them to `fold.fold_rows` in a later launch (FOLD 0: every row appends).
+A flushing row folds the rows that it holds.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_wait
 
 from replayssm.kernels.gluon import blocks
 from replayssm.kernels.gluon.layouts import (
@@ -21,7 +21,6 @@ from replayssm.kernels.gluon.layouts import (
     ring_k_layout,
     row_major,
     state_layout,
-    thread_barrier,
 )
 
 
@@ -30,9 +29,8 @@ def replay_fused(
     qkv, a, b, A_log, dt_bias, scale, state, d_ring, k_ring, g_ring, out, slots, write_pos, force, lower_bound,
     beta_scale, qkv_row, a_row, a_head, a_chan, b_row, b_head, out_row, state_slot, d_slot, k_slot, g_slot,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, L: gl.constexpr, LP: gl.constexpr,
-    KDA: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, FORCE: gl.constexpr,
-    BV: gl.constexpr, CH: gl.constexpr, NW: gl.constexpr, STAGED: gl.constexpr, FOLD: gl.constexpr, SCAN: gl.constexpr,
-    EVICT: gl.constexpr,
+    KDA: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, FORCE: gl.constexpr, BV: gl.constexpr,
+    CH: gl.constexpr, NW: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """See `backend.replay_decode`. `LP`: L rounded up to a power of two, at least 8."""
     ELEM: gl.constexpr = state.dtype.element_ty.primitive_bitwidth // 8
@@ -46,7 +44,10 @@ def replay_fused(
     TILES: gl.constexpr = V // BV
     CHUNKS: gl.constexpr = BV // CH
     R: gl.constexpr = HV // H
+    VEC: gl.constexpr = 16 // ELEM
+    LANES: gl.constexpr = min(8, K // VEC)
 
+    gdc_wait()  # before anything of earlier kernels is read or written
     pid = gl.program_id(0)
     row0 = pid % TILES * BV
     hv = pid // TILES % HV
@@ -61,16 +62,15 @@ def replay_fused(
         return
 
     ok = gl.arange(0, K, tcol)
-    s_base = state + slot * state_slot + hv * (V * K)
-    s_ptr = s_base + ov[:, None] * K + ok[None, :]
+    s_ptr = state + (slot * state_slot + hv * (V * K)) + (ov[:, None] * K + ok[None, :])
     if STAGED:
         staged = ()  # one buffer a chunk: the compiler puts a barrier between two copies into one buffer
         for c in gl.static_range(CHUNKS):
             staged = staged + (gl.allocate_shared_memory(state.dtype.element_ty, [CH, K], row_major()),)
-            copy_to_shared(staged[c], s_ptr + c * (CH * K), eviction_policy=EVICT)
+            copy_to_shared(staged[c], s_ptr + c * (CH * K))
             async_copy.commit_group()
     else:
-        s_next = gl.load(s_ptr, eviction_policy=EVICT)
+        s_next = gl.load(s_ptr)
     wp = gl.load(write_pos + n)
     flush = wp == L - 1
     if FORCE:
@@ -85,7 +85,7 @@ def replay_fused(
         g_next = blocks.load_next_g(g_base, wp, K, LP, kl)
     row_ptr = qkv + n * qkv_row
     v_ptr = row_ptr + 2 * H * K + hv * V + ov
-    rec = gl.arange(0, LP, drec)
+    rec = blocks.newest_first(LP, drec)
     orow = row0 + gl.arange(0, CH, gl.SliceLayout(1, dlay))
     d_tile = d_base + rec[None, :] * V + orow[:, None]
     dr, v = (), ()
@@ -98,45 +98,43 @@ def replay_fused(
     qk, kk = gl.load(q_ptr + okk).to(gl.float32), k_own.to(gl.float32)
     qt, kt = gl.load(q_ptr + ok).to(gl.float32), gl.load(k_ptr + ok).to(gl.float32)
 
-    rate = gl.exp(gl.load(A_log + hv).to(gl.float32))
+    rate = blocks.decay_rate(gl.load(A_log + hv))
     beta = beta_scale * blocks.sigmoid(gl.load(b + n * b_row + hv * b_head).to(gl.float32))
-    q_inv = blocks.inverse_norm(qt, L2NORM) * scale
-    k_inv = blocks.inverse_norm(kt, L2NORM)
-    qt, kt, qk, kk = qt * q_inv, kt * k_inv, qk * q_inv, kk * k_inv
-    kq = gl.sum(qt * kt, 0)
+    # q and k of the tile stay as they are: their norms, and a decay that is one number, are applied to the sums.
+    q_by, k_by, kq = blocks.norms(qt, kt, scale, L2NORM)
+    qk, kk = qk * q_by, kk * k_by
 
     k_raw = k_raw.to(gl.float32)
     if KDA:
         x = gl.load(a + n * a_row + hv * a_head + okk * a_chan).to(gl.float32)
         x += gl.load(dt_bias + hv * K + okk).to(gl.float32)
         g = blocks.log_decay(x, rate, lower_bound, BOUNDED)
-        w, total = blocks.channel_decays(g_base, g_next, wp, g, K, LP, kl, SCAN)
+        w, total = blocks.channel_decays(g_base, g_next, wp, g, K, LP, kl)
         weighted = k_raw * w
         inv, cq, ck = blocks.ring_dots(k_raw, weighted, qk, kk, L2NORM)
         decay = gl.convert_layout(total, tcol)
+        qt, kt = qt * decay, kt * decay
         g_ptr = g_base + wp * K + okk
     else:
         x = gl.load(a + n * a_row + hv * a_head).to(gl.float32) + gl.load(dt_bias + hv).to(gl.float32)
         g = blocks.log_decay(x, rate, lower_bound, BOUNDED)
-        w, decay = blocks.head_decays(g_base, wp, g, LP, kl)
+        w, decay = blocks.head_decays(g_base, blocks.newest_first(LP, gl.SliceLayout(1, kl)), wp, g, LP)
         weighted = k_raw
         inv, cq, ck = blocks.ring_dots(k_raw, weighted, qk, kk, L2NORM)
         cq, ck, inv = cq * w, ck * w, inv * w
+        q_by, k_by = q_by * decay, k_by * decay
         g_ptr = g_base + wp
-    if FOLD > 0:
-        tile = gl.allocate_shared_memory(gl.float32, [LP, K], row_major())
-        if flush:
-            blocks.stash_records(tile, weighted, inv, kk, wp, LP, kl)
+    tile = gl.allocate_shared_memory(gl.float32, [LP, K], row_major())
+    if flush:
+        blocks.stash_records(tile, weighted, inv, kk, wp, LP, kl)
     cq = gl.convert_layout(cq, drec)
     ck = gl.convert_layout(ck, drec)
-    if (FOLD == 0) | (flush == 0):
+    if flush == 0:
         if row0 == 0:
             gl.store(g_ptr, g)
             if hv % R == 0:
                 gl.store(k_base + wp * K + okk, k_own)
 
-    qe = qt * decay
-    ke = kt * decay
     for c in gl.static_range(CHUNKS):
         at = c * CH
         if STAGED:
@@ -145,23 +143,20 @@ def replay_fused(
         else:
             s = s_next.to(gl.float32)
             if c + 1 < CHUNKS:
-                s_next = gl.load(s_ptr + (at + CH) * K, eviction_policy=EVICT)
-        sq = gl.sum(s * qe[None, :], 1) + gl.convert_layout(gl.sum(dr[c] * cq[None, :], 1), vrow)
-        sk = gl.sum(s * ke[None, :], 1) + gl.convert_layout(gl.sum(dr[c] * ck[None, :], 1), vrow)
+                s_next = gl.load(s_ptr + (at + CH) * K)
+        sq = q_by * gl.convert_layout(blocks.lane_sums(s * qt[None, :], LANES, VEC), dlay, assert_trivial=True)
+        sk = k_by * gl.convert_layout(blocks.lane_sums(s * kt[None, :], LANES, VEC), dlay, assert_trivial=True)
+        sq += gl.convert_layout(blocks.lane_sums(dr[c] * cq[None, :], LANES, 1), dlay, assert_trivial=True)
+        sk += gl.convert_layout(blocks.lane_sums(dr[c] * ck[None, :], LANES, 1), dlay, assert_trivial=True)
+        sq = gl.convert_layout(gl.sum(sq, 1), vrow, assert_trivial=True)
+        sk = gl.convert_layout(gl.sum(sk, 1), vrow, assert_trivial=True)
         d = beta * (v[c].to(gl.float32) - sk)
         gl.store(out_ptr + at, (sq + d * kq).to(out.dtype.element_ty))
         d_ptr = d_base + at + ov
-        if FOLD == 0:
+        if flush == 0:
             gl.store(d_ptr + wp * V, d)
-        elif flush == 0:
-            gl.store(d_ptr + wp * V, d)
-        elif FOLD == 1:
+        else:
             s = s * (decay[None, :] if KDA else decay)
             rows = as_rows(tile, LP, K)
-            s = blocks.fold_fma(s, rows, d_ptr, d, wp, V, blk)
+            s = blocks.fold_fma(s, rows, d_ptr, d, wp, V, LP, blk)
             gl.store(s_ptr + at * K, blocks.to_state(s, state.dtype.element_ty))
-        else:
-            decays = gl.allocate_shared_memory(gl.float32, [1, K], row_major())
-            decays.store(gl.convert_layout(gl.expand_dims(kt * 0.0 + decay, 0), blk))
-            thread_barrier()  # every warp has read its rows before any warp writes
-            blocks.fold_mma(s_base, tile, d_base, decays, d, wp, row0 + at, K, V, LP, CH, NW)

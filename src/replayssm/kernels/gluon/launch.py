@@ -1,37 +1,34 @@
 """Launch parameters, one row per case. The numbers of a row come from timing on an H200, not from a formula.
 
-A row is chosen by kind, bytes of a state element and batch size, then fitted to the geometry of the call.
+A row is chosen by kind, bytes of a state element and value heads in the batch, then fitted to the geometry of the call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-FOLD_LATER, FOLD_FMA, FOLD_MMA = 0, 1, 2
+
+def padded(length: int) -> int:
+    """The ring length that a kernel's tiles have."""
+    return max(8, 1 << (length - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one step is launched.
+    """`fused` or `packed`: a program for every tile.
 
     rows: rows of V that a program serves (BV); chunk: rows handled at once (CH); warps: per program; staged: state
-    by way of shared memory; fold: see `fused`; two_launches: `split` instead of `fused`; pdl: start the readout
-    while the prologue drains; evict: L2 policy of state reads; maxnreg: register cap; prologue_warps: for `split`.
+    by way of shared memory; maxnreg: register cap.
     """
 
     rows: int
     chunk: int
     warps: int
     staged: bool = True
-    fold: int = FOLD_FMA
-    two_launches: bool = False
-    pdl: bool = False
-    evict: str = ""
     maxnreg: int | None = None
-    prologue_warps: int = 2
-    scan: bool = True
 
-    def fit(self, v_dim: int, k_dim: int, elem_bytes: int, ring_len: int = 16) -> Launch:
+    def fit(self, v_dim: int, k_dim: int, elem_bytes: int, ring_len: int) -> Launch:
         """The same row for another geometry: no more rows than V, warps that have rows, a tile that fits.
 
         A register cap was measured for K <= 128 and L <= 16; beyond, it would spill.
@@ -45,38 +42,107 @@ class Launch:
             chunk = max(lanes_v * warps, 128 * 32 * warps // k_dim)
         while warps > 1 and chunk < lanes_v * warps:
             warps //= 2
-        fold = self.fold if self.fold != FOLD_MMA or chunk >= 16 * warps else FOLD_FMA
         maxnreg = self.maxnreg if k_dim <= 128 and ring_len <= 16 else None
-        return replace(self, rows=rows, chunk=chunk, warps=warps, fold=fold, maxnreg=maxnreg)
+        return replace(self, rows=rows, chunk=chunk, warps=warps, maxnreg=maxnreg)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of the kernel."""
+        return dict(BV=self.rows, CH=self.chunk, NW=self.warps, STAGED=self.staged)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of Triton."""
+        return _EARLY | dict(num_warps=self.warps) | ({} if self.maxnreg is None else dict(maxnreg=self.maxnreg))
 
 
-# (kind, bytes of a state element) -> ((largest batch, row), ...), the last batch being None: no limit.
-Table = dict[tuple[str, int], tuple[tuple[int | None, Launch], ...]]
+@dataclass(frozen=True)
+class Stream:
+    """`stream`: per_sm programs a multiprocessor, that take tiles in turn.
 
-# Timed with K = V = 128, L = 16 at B = 1, 8, 64 and 256; the limits between are halfway guesses.
-_DIRECT = Launch(64, 64, 4, staged=False)
+    rows: rows of V of a tile (BV); chunk: rows handled at once (CH); warps: that consume; stages: tiles in shared
+    memory; worker_regs: registers of the other warps; workers: warps that prepare, not more than stages, or one could
+    be two phases ahead; maxnreg: average over all warps.
+    """
+
+    rows: int
+    chunk: int
+    warps: int
+    stages: int
+    per_sm: int
+    worker_regs: int = 104
+    workers: int = 2
+    maxnreg: int = 128
+
+    def __post_init__(self) -> None:
+        assert self.warps % 4 == 0, "Triton specializes warps in groups of four"
+        assert self.workers in (1, 2)
+        assert self.workers <= self.stages
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of the kernel."""
+        return dict(
+            BV=self.rows, CH=self.chunk, NW=self.warps, STAGES=self.stages, WORKERS=self.workers, REGS=self.worker_regs
+        )  # fmt: skip
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of Triton."""
+        return _EARLY | dict(num_warps=self.warps, maxnreg=self.maxnreg)
+
+
+# A kernel may be put on the GPU while the one before it drains; it waits for its end before it reads anything.
+_EARLY: dict[str, Any] = dict(launch_pdl=True)
+
+# (KDA, bytes of a state element) -> ((largest number of heads in the batch, row), ...); None: no limit.
+# Timed with K = V = 128 and 32 value heads at B = 8, 16, 32, 64 and 256; limits lie between. Packed: B = 1, 8, 64, 256.
+Table = dict[tuple[bool, int], tuple[tuple[int | None, Launch | Stream], ...]]
+
+_DIRECT_4 = Launch(64, 64, 4, staged=False, maxnreg=168)
+_DIRECT_2 = Launch(64, 64, 4, staged=False, maxnreg=128)
 REPLAY: Table = {
-    ("gdn", 4): ((None, _DIRECT),),
-    ("gdn", 2): ((2, _DIRECT), (128, Launch(128, 128, 8, staged=False)), (None, Launch(128, 32, 4))),
-    ("kda", 4): ((32, _DIRECT), (None, Launch(128, 32, 4))),
-    ("kda", 2): ((2, _DIRECT), (None, Launch(128, 32, 4))),
+    (False, 4): ((1536, _DIRECT_4), (None, Stream(64, 64, 4, 2, 2, worker_regs=88))),
+    (False, 2): ((3072, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2))),
+    (True, 4): ((1536, _DIRECT_4), (None, Stream(64, 64, 4, 2, 2, worker_regs=112))),
+    (True, 2): ((3072, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2, worker_regs=112, workers=1))),
 }
+# A stream prepares rings of up to 8 records in one piece; longer ones keep it waiting, and these are faster.
+REPLAY_LONG: Table = {key: ((None, _DIRECT_4 if key[1] == 4 else _DIRECT_2),) for key in REPLAY}
+STREAM_DIM, STREAM_RING = 128, 8
+
 PACKED: Table = {
-    ("gdn", 4): (
-        (2, Launch(16, 16, 1, staged=False)),
-        (32, Launch(32, 32, 2, staged=False)),
+    (False, 4): ((64, Launch(16, 16, 1, staged=False)), (None, Launch(64, 16, 4))),
+    (False, 2): ((64, Launch(64, 64, 4, staged=False)), (None, Launch(128, 32, 4))),
+    (True, 4): (
+        (64, Launch(64, 64, 4, staged=False)),
+        (1024, Launch(16, 16, 1, staged=False)),
         (None, Launch(64, 16, 4)),
     ),
-    ("gdn", 2): ((32, _DIRECT), (None, Launch(128, 32, 4))),
-    ("kda", 4): ((2, _DIRECT), (32, Launch(16, 16, 1, staged=False)), (None, Launch(64, 16, 4))),
-    ("kda", 2): ((2, _DIRECT), (None, Launch(64, 16, 4))),
+    (True, 2): ((64, Launch(64, 64, 4, staged=False)), (None, Launch(64, 16, 4))),
 }
-FOLD_ROWS, FOLD_WARPS = 64, 4
 
 
-def choose(table: Table, kind: str, elem_bytes: int, batch: int, v_dim: int, k_dim: int, ring_len: int = 16) -> Launch:
-    """The row for a batch, fitted to V and K."""
-    for limit, row in table[kind, elem_bytes]:
-        if limit is None or batch <= limit:
-            return row.fit(v_dim, k_dim, elem_bytes, ring_len)
-    raise LookupError(f"launch table has no open-ended row for {kind}, {elem_bytes} bytes")
+def _choose(table: Table, is_kda: bool, elem_bytes: int, heads: int) -> Any:
+    for limit, row in table[is_kda, elem_bytes]:
+        if limit is None or heads <= limit:
+            return row
+    raise LookupError(f"launch table has no open-ended row for KDA {is_kda}, {elem_bytes} bytes")
+
+
+def replay(is_kda: bool, elem_bytes: int, heads: int, v_dim: int, k_dim: int, ring_len: int) -> Launch | Stream:
+    """The row for replay decode. heads: value heads in all rows of the batch."""
+    streams = v_dim == k_dim == STREAM_DIM and ring_len <= STREAM_RING
+    row: Launch | Stream = _choose(REPLAY if streams else REPLAY_LONG, is_kda, elem_bytes, heads)
+    return row.fit(v_dim, k_dim, elem_bytes, ring_len) if isinstance(row, Launch) else row
+
+
+def packed(is_kda: bool, elem_bytes: int, heads: int, v_dim: int, k_dim: int) -> Launch:
+    """The row for packed decode."""
+    row: Launch = _choose(PACKED, is_kda, elem_bytes, heads)
+    return row.fit(v_dim, k_dim, elem_bytes, 1)
+
+
+def fold(elem_bytes: int, v_dim: int, k_dim: int, ring_len: int) -> Launch:
+    """The row for a flush outside decode."""
+    return Launch(64, 64, 4, staged=False).fit(v_dim, k_dim, elem_bytes, ring_len)

@@ -9,10 +9,11 @@ shuffles. Each lane holds up to four consecutive rows, so that every vector over
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # Newer Triton has both under other names, and keeps the first old one as a stub that raises.
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -47,9 +48,47 @@ def ring_k_layout(records, k_dim, warps):
 
 
 @gluon.constexpr_function
-def mma_layout(warps):
-    """Accumulator of the tf32 fold; each warp has 16 rows of V."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
+def channel_layout(records, k_dim):
+    """[L, K] tile of one warp with all records of a channel in one thread, where K allows: sums over later records."""
+    lanes = min(32, k_dim // 4)
+    return gl.BlockedLayout([records * lanes // 32, 4], [32 // lanes, lanes], [1, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def ring_copy_layout(rows, warps):
+    """[L, BV] tile of d on its way to shared memory: 16 bytes a lane, whole rows."""
+    lanes = min(32, rows // 4)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def flat_layout(warps):
+    """A vector of fp32 on its way to shared memory."""
+    return gl.BlockedLayout([4], [32], [warps], [0])
+
+
+@gluon.constexpr_function
+def tile_layout(rows, k_dim, dtype):
+    """Shared memory [CH, K] that the bulk copy engine fills."""
+    return gl.NVMMASharedLayout.get_default_for([rows, k_dim], dtype)
+
+
+@gluon.constexpr_function
+def barrier_layout():
+    """Shared memory of barriers."""
+    return mbarrier.MBarrierLayout()
+
+
+@gluon.constexpr_function
+def flat():
+    """Shared memory of a vector."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.constexpr_function
+def columns():
+    """Shared memory [BV, 1]."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
 
 
 @gluon.constexpr_function
@@ -65,3 +104,21 @@ def as_rows(tile, N: gl.constexpr, K: gl.constexpr):
         return tile.reinterpret(gl.float32, [N, 1, K], row_major())
     else:
         return tile._reinterpret(gl.float32, [N, 1, K], row_major())
+
+
+@gluon.jit
+def as_columns(tile, N: gl.constexpr, ROWS: gl.constexpr):
+    """A shared tile [N, ROWS] of fp32 as [N, ROWS, 1], so that one record can be indexed as a column."""
+    if _REINTERPRET_IS_PUBLIC:
+        return tile.reinterpret(gl.float32, [N, ROWS, 1], columns())
+    else:
+        return tile._reinterpret(gl.float32, [N, ROWS, 1], columns())
+
+
+@gluon.jit
+def one_by_one(vectors, N: gl.constexpr):
+    """Shared vectors of fp32 as [N, 1], so that every lane can take one number."""
+    if _REINTERPRET_IS_PUBLIC:
+        return vectors.reinterpret(gl.float32, [N, 1], flat())
+    else:
+        return vectors._reinterpret(gl.float32, [N, 1], flat())

@@ -5,6 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_wait
 
 from replayssm.kernels.gluon import blocks
 from replayssm.kernels.gluon.layouts import copy_to_shared, ring_k_layout, row_major, state_layout
@@ -16,7 +17,6 @@ def packed(
     qkv_row, a_row, a_head, a_chan, b_row, b_head, out_row, state_slot,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, KDA: gl.constexpr, BOUNDED: gl.constexpr,
     L2NORM: gl.constexpr, BV: gl.constexpr, CH: gl.constexpr, NW: gl.constexpr, STAGED: gl.constexpr,
-    EVICT: gl.constexpr,
 ):  # fmt: skip
     """See `backend.packed_decode`."""
     ELEM: gl.constexpr = state.dtype.element_ty.primitive_bitwidth // 8
@@ -27,6 +27,7 @@ def packed(
     TILES: gl.constexpr = V // BV
     CHUNKS: gl.constexpr = BV // CH
 
+    gdc_wait()  # before anything of earlier kernels is read or written
     pid = gl.program_id(0)
     row0 = pid % TILES * BV
     hv = pid // TILES % HV
@@ -46,26 +47,26 @@ def packed(
         staged = ()  # one buffer a chunk: the compiler puts a barrier between two copies into one buffer
         for c in gl.static_range(CHUNKS):
             staged = staged + (gl.allocate_shared_memory(state.dtype.element_ty, [CH, K], row_major()),)
-            copy_to_shared(staged[c], s_ptr + c * (CH * K), eviction_policy=EVICT)
+            copy_to_shared(staged[c], s_ptr + c * (CH * K))
             async_copy.commit_group()
     else:
-        s_next = gl.load(s_ptr, eviction_policy=EVICT)
+        s_next = gl.load(s_ptr)
     row_ptr = qkv + n * qkv_row
     q = gl.load(row_ptr + h * K + ok).to(gl.float32)
     k = gl.load(row_ptr + (H + h) * K + ok).to(gl.float32)
     v = ()
     for c in gl.static_range(CHUNKS):
         v = v + (gl.load(row_ptr + 2 * H * K + hv * V + c * CH + ov),)
-    rate = gl.exp(gl.load(A_log + hv).to(gl.float32))
+    rate = blocks.decay_rate(gl.load(A_log + hv))
     beta = beta_scale * blocks.sigmoid(gl.load(b + n * b_row + hv * b_head).to(gl.float32))
     if KDA:
         okk = gl.arange(0, K, kcol)
         x = gl.load(a + n * a_row + hv * a_head + okk * a_chan).to(gl.float32)
         x += gl.load(dt_bias + hv * K + okk).to(gl.float32)
-        decay = gl.convert_layout(gl.exp(blocks.log_decay(x, rate, lower_bound, BOUNDED)), tcol)
+        decay = gl.convert_layout(blocks.exp(blocks.log_decay(x, rate, lower_bound, BOUNDED)), tcol)
     else:
         x = gl.load(a + n * a_row + hv * a_head).to(gl.float32) + gl.load(dt_bias + hv).to(gl.float32)
-        decay = gl.exp(blocks.log_decay(x, rate, lower_bound, BOUNDED))
+        decay = blocks.exp(blocks.log_decay(x, rate, lower_bound, BOUNDED))
     q = q * (blocks.inverse_norm(q, L2NORM) * scale)
     k = k * blocks.inverse_norm(k, L2NORM)
     kq = gl.sum(q * k, 0)
@@ -78,7 +79,7 @@ def packed(
         else:
             s = s_next.to(gl.float32)
             if c + 1 < CHUNKS:
-                s_next = gl.load(s_ptr + (at + CH) * K, eviction_policy=EVICT)
+                s_next = gl.load(s_ptr + (at + CH) * K)
         s = s * (decay[None, :] if KDA else decay)
         sq = gl.sum(s * q[None, :], 1)
         sk = gl.sum(s * k[None, :], 1)
