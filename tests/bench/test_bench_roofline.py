@@ -25,8 +25,8 @@ def test_percentiles():
     assert roofline.percentile([7.0], 90) == 7
 
 
-def row(kernel, route, us, peer=False, batch=1, state="float32"):
-    return dict(kernel=kernel, route=route, us=us, peer=peer, batch=batch, state_dtype=state)
+def row(kernel, route, us, peer=False, batch=1, state="float32", auto=None):
+    return dict(kernel=kernel, route=route, us=us, peer=peer, batch=batch, state_dtype=state, auto_route=auto)
 
 
 def test_ratios_compare_equal_batch_and_state_dtype_only():
@@ -44,3 +44,21 @@ def test_ratios_compare_equal_batch_and_state_dtype_only():
     roofline.add_ratios(rows)
     assert [r["vs_packed"] for r in rows] == [1, 2, 10 / 8, 10 / 9, None, 1, 0.8, None, None]
     assert [r["vs_best_peer"] for r in rows] == [0.8, 1.6, 1, 8 / 9, None, None, None, None, None]
+    assert {r["auto_vs_packed"] for r in rows} == {None}
+
+
+@pytest.mark.parametrize(
+    ("auto", "packed", "replay", "ratio"),
+    [
+        ("replay", 10.0, 4.0, 2.5),
+        ("packed", 10.0, 12.5, 1),
+        ("packed", 10.0, None, 1),
+        ("replay", 10.0, None, None),
+        ("replay", None, 4.0, None),
+        ("packed", None, 4.0, None),
+    ],
+)
+def test_auto_has_the_time_of_the_route_it_takes(auto, packed, replay, ratio):
+    rows = [row("packed", "packed", packed), row("replay", "replay", replay, auto=auto)]
+    roofline.add_ratios(rows)
+    assert [r["auto_vs_packed"] for r in rows] == [None, ratio]

@@ -1,17 +1,13 @@
-"""Checks that can fail, periods that are whole, peers by a stand-in."""
-
-import sys
-from types import ModuleType
+"""Checks that can fail, periods that are whole."""
 
 import pytest
 import torch
 
-from replayssm import ops, reference
+from replayssm import ops
 from replayssm.bench import timing
 from replayssm.bench.case import Shape, check_case, timed_case
 from replayssm.bench.check import check
 from replayssm.bench.kernels import Own
-from replayssm.bench.peers import Fla, _skip_fla
 from replayssm.bench.roofline import step_bytes
 from replayssm.spec import LayerSpec
 
@@ -104,41 +100,3 @@ def test_copies_exceed_the_working_set():
     for wanted in (0, at.state_bytes - 1, at.state_bytes, 10 * at.state_bytes):
         copies = timing.copies_for(at, wanted)
         assert copies * at.state_bytes > wanted >= (copies - 1) * at.state_bytes
-
-
-def stand_in(q, k, v, g, beta, *, initial_state, A_log, dt_bias, allow_neg_eigval, lower_bound=None, **options):
-    """What fla-core documents for its recurrent functions, by the reference. q, k, v [B, T, heads, dim]."""
-    assert options == dict(
-        output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True, state_v_first=True,
-    )  # fmt: skip
-    mixed = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
-    out, state = reference.serial(
-        mixed, g, beta, A_log, dt_bias, None, initial_state, is_kda=g.ndim == 4, lower_bound=lower_bound,
-        beta_scale=2.0 if allow_neg_eigval else 1.0,
-    )  # fmt: skip
-    return out.to(v.dtype), state.float()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_adapter_of_fla_core_passes_the_check(kind, monkeypatch):
-    for module, name in (("gated_delta_rule", "fused_recurrent_gated_delta_rule"), ("kda", "fused_recurrent_kda")):
-        fake = ModuleType(f"fla.ops.{module}")
-        setattr(fake, name, stand_in)
-        monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    for parent in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    assert check(shape(kind), "packed", Fla).ok
-    case = timed_case(shape(kind), copies=2)
-    before = [s.clone() for s in case.state]
-    timing.period(Fla(case), case)
-    assert all(torch.equal(x, y) for x, y in zip(before, case.state, strict=True))
-
-
-def test_why_fla_core_is_skipped(monkeypatch):
-    assert "CUDA only" in _skip_fla(shape())
-    on_gpu = Shape(KINDS["gdn"], 1, 4, "bfloat16", "bfloat16", torch.device("cuda", 0))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "not installed" in _skip_fla(on_gpu)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert "float32 only" in _skip_fla(on_gpu)

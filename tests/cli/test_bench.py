@@ -5,12 +5,13 @@ import pytest
 
 from replayssm import ops
 from replayssm.bench import ceilings, peers, timing
+from replayssm.kernels import policy
 
 TINY = ("bench", "decode", "--heads", "1/2", "--dims", "16/24", "--batch", "1,3", "--ring-len", "4", "--quick")
 ROW_KEYS = {
     "batch", "state_dtype", "kernel", "route", "peer", "status", "error", "check", "us", "us_p10", "us_p90", "periods",
-    "steps", "bytes", "gb_per_s", "ceiling", "of_ceiling", "vs_packed", "vs_best_peer", "copies", "working_set",
-    "graph", "notes",
+    "steps", "bytes", "gb_per_s", "ceiling", "of_ceiling", "vs_packed", "vs_best_peer", "auto_route", "auto_vs_packed",
+    "copies", "working_set", "graph", "notes",
 }  # fmt: skip
 KEYS = {
     "command", "name", "layer", "ring_len", "io_dtype", "quick", "device", "versions", "ceilings", "skipped", "ok",
@@ -68,7 +69,25 @@ def test_json_file_has_the_documented_keys(cli, tmp_path):
         assert row["working_set"] > 10_000
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
         assert row["of_ceiling"] == pytest.approx(row["gb_per_s"] / found["ceilings"][row["ceiling"]])
+        assert row["auto_route"] == ("replay" if row["kernel"] == "replay" else None)  # a CPU always replays
     assert [row["ceiling"] for row in found["rows"]] == ["read_write", "read"] * 2
+
+
+@pytest.mark.parametrize("least", [6, 7, None])
+def test_auto_is_the_route_of_the_policy(cli, monkeypatch, least):
+    """1 and 3 rows of 2 heads: the replay row says what mode auto takes, with packed at 1.00."""
+    entry = policy.FromHeads(least, None)
+    monkeypatch.setitem(policy.FROM_HEADS, "cpu", {(False, 4): entry})
+    result = decode(cli, "--json", "-")
+    for row in result.json["rows"]:
+        route = None
+        if row["kernel"] == "replay":
+            route = "replay" if row["batch"] == 3 and least == 6 else "packed"
+        assert row["auto_route"] == route
+        assert row["auto_vs_packed"] == {None: None, "packed": 1, "replay": row["vs_packed"]}[route]
+    table = [line for line in result.err.splitlines() if line.startswith(("1 ", "3 "))]
+    assert ["packed 1.00" in line for line in table] == [False, True, False, least != 6]
+    assert "auto: what mode auto takes" in result.err
 
 
 def test_json_alone_on_standard_output(cli):
@@ -122,6 +141,28 @@ def test_peers_are_compared(cli, monkeypatch):
     assert rows[3, "twin"]["vs_best_peer"] == 1
     assert rows[3, "replay"]["vs_best_peer"] == pytest.approx(rows[3, "twin"]["us"] / rows[3, "replay"]["us"])
     assert "note twin: a note" in result.err
+
+
+@pytest.mark.parametrize(("tolerance", "code"), [(0.0, 1), (0.03, 0)])
+def test_only_a_named_tolerance_lets_an_inexact_peer_pass(cli, monkeypatch, tolerance, code):
+    from replayssm.bench.kernels import Own
+
+    class Off(Own):
+        def output(self, copy):
+            return super().output(copy) * 1.02
+
+    def make(case):
+        return Off(case, "packed")
+
+    listed = [
+        peers.Peer("rough", "packed", lambda shape: None, make, kind="gdn", tolerance=tolerance),
+        peers.Peer("other", "packed", lambda shape: "never asked", make, kind="kda"),
+    ]
+    monkeypatch.setattr("replayssm.bench.run.PEERS", listed)
+    result = decode(cli, "--kind", "gdn", "--json", "-")
+    assert result.code == code
+    assert not result.json["skipped"]
+    assert all((row["us"] is None) == (code == 1 and row["peer"]) for row in result.json["rows"])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
     found = {"replayssm": __version__, "python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-    for package in ("triton", "fla-core"):
+    for package in ("triton", "fla-core", "sglang", "flashinfer-python", "nvidia-cutlass-dsl"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

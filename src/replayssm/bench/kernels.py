@@ -8,7 +8,7 @@ from torch import Tensor
 
 from replayssm import ops
 from replayssm.bench.case import Case
-from replayssm.bench.roofline import Route
+from replayssm.kernels.policy import Route
 
 
 class Runner(Protocol):

@@ -7,11 +7,10 @@ Packed decode is held against the in-place read+write ceiling, replay against th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from replayssm.spec import LayerSpec, packed_traffic, replay_traffic
 
-Route = Literal["packed", "replay"]
 CEILING_OF = {"packed": "read_write", "replay": "read"}
 
 
@@ -39,7 +38,8 @@ def percentile(values: Sequence[float], p: float) -> float:
 def add_ratios(rows: list[dict[str, Any]]) -> None:
     """Set `vs_packed` and `vs_best_peer`: how many times faster a row is than those of its batch and state dtype.
 
-    None without a time on either side.
+    `auto_vs_packed` is that of the route in `auto_route`: packed decode against itself is 1. None without a time on
+    either side, or without a route.
     """
     for row in rows:
         same = [r for r in rows if r["us"] and all(r[k] == row[k] for k in ("batch", "state_dtype"))]
@@ -47,3 +47,5 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
         peers = [r["us"] for r in same if r["peer"]]
         row["vs_packed"] = packed[0] / row["us"] if packed and row["us"] else None
         row["vs_best_peer"] = min(peers) / row["us"] if peers and row["us"] else None
+        by_route = {"replay": row["vs_packed"], "packed": 1.0 if packed else None}
+        row["auto_vs_packed"] = by_route.get(row["auto_route"])

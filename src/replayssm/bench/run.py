@@ -11,6 +11,8 @@ A row that fails its check, or whose timed period does not move the bytes that i
     bytes, gb_per_s                   what one step must move, and how fast it did
     ceiling, of_ceiling               "read" or "read_write", and the fraction of it
     vs_packed, vs_best_peer           times faster than those of the same batch and state dtype
+    auto_route, auto_vs_packed        on our replay rows: what mode auto takes at this batch, and how many times faster
+                                      than packed that is (the same call, so it is not timed again); null elsewhere
     copies, working_set               states cycled through, and their bytes (without rings)
     graph, notes                      whether it was a CUDA graph; what else to know
 """
@@ -32,7 +34,9 @@ from replayssm.bench.check import check
 from replayssm.bench.kernels import Own, Runner
 from replayssm.bench.peers import PEERS, Peer
 from replayssm.bench.request import BenchRequest
-from replayssm.bench.roofline import CEILING_OF, Route, add_ratios, gb_per_s, percentile, step_bytes
+from replayssm.bench.roofline import CEILING_OF, add_ratios, gb_per_s, percentile, step_bytes
+from replayssm.kernels.policy import Route, decode_route
+from replayssm.spec import DTYPE_BYTES
 
 OWN: tuple[Route, ...] = ("packed", "replay")
 
@@ -62,6 +66,8 @@ def _run(
             entries: list[tuple[str, Route, Callable[[Case], Runner], Peer | None]] = []
             entries += [(route, route, partial(Own, route=route), None) for route in OWN]
             for peer in PEERS:
+                if peer.kind not in (None, request.spec.kind):
+                    continue
                 why = peer.skip(shape)
                 if why is None:
                     entries.append((peer.name, peer.route, peer.make, peer))
@@ -70,7 +76,7 @@ def _run(
             for name, route, make, of in entries:
                 with progress(f"{name}, B = {batch}, state {state_dtype}"):
                     row = _row(shape, name, route, of)
-                    _fill(row, shape, make, ceilings, request.quick)
+                    _fill(row, shape, make, ceilings, request.quick, of.tolerance if of else 0.0)
                     rows.append(row)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -84,13 +90,19 @@ def _row(shape: Shape, name: str, route: Route, peer: Peer | None) -> dict[str, 
     row |= dict(peer=peer is not None, status="failed", error=None, check=None)
     row |= dict.fromkeys(("us", "us_p10", "us_p90", "periods", "steps"))
     row |= dict(bytes=moved, gb_per_s=None, ceiling=CEILING_OF[route], of_ceiling=None)
-    row |= dict.fromkeys(("vs_packed", "vs_best_peer", "copies", "working_set", "graph"))
+    row |= dict.fromkeys(("vs_packed", "vs_best_peer", "auto_route", "auto_vs_packed"))
+    row |= dict.fromkeys(("copies", "working_set", "graph"))
+    if name == "replay":
+        heads, size = shape.batch * shape.spec.num_v_heads, DTYPE_BYTES[shape.state_dtype]
+        row["auto_route"] = decode_route(shape.device.type, shape.spec.is_kda, size, heads, shape.ring_len)
     return row | dict(notes=list(peer.notes) if peer else [])
 
 
-def _fill(row: dict[str, Any], shape: Shape, make: Callable[[Case], Runner], ceilings: Ceilings, quick: bool) -> None:
+def _fill(
+    row: dict[str, Any], shape: Shape, make: Callable[[Case], Runner], ceilings: Ceilings, quick: bool, tolerance: float
+) -> None:
     try:
-        verdict = check(shape, row["route"], make)
+        verdict = check(shape, row["route"], make, tolerance)
         row["check"] = verdict._asdict()
         if not verdict.ok:
             row["error"] = str(verdict)

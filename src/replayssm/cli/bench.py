@@ -6,7 +6,7 @@ The JSON object:
     name, layer    what was measured: kind, num_k_heads, num_v_heads, head_k_dim, head_v_dim, lower_bound, beta_scale
     ring_len, io_dtype, quick
     device         type, name, kernels; on a GPU capability and l2_bytes, on a CPU threads
-    versions       of replayssm, python, torch and what else is there of cuda, triton, fla-core
+    versions       of replayssm, python, torch and what else is there of cuda, triton and the peers
     ceilings       read and read_write in GB/s, launch_us
     skipped        peer and state dtype: why it did not run
     ok             no row failed
@@ -25,7 +25,9 @@ from replayssm.bench.run import run
 from replayssm.bench.timing import wanted_bytes
 from replayssm.cli.console import human_bytes, print_json, print_table, step
 
-HEADER = ("batch", "state", "kernel", "µs", "p10..p90", "GB/s", "of ceiling", "× packed", "× best peer", "check")
+HEADER = (
+    "batch", "state", "kernel", "µs", "p10..p90", "GB/s", "of ceiling", "× packed", "auto", "× best peer", "check",
+)  # fmt: skip
 
 
 def run_command(request: BenchRequest) -> int:
@@ -42,6 +44,7 @@ def run_command(request: BenchRequest) -> int:
     rows, skipped = run(request, where, roof, step)
     print_table(HEADER, [_cells(row) for row in rows], left=3)
     print("\n× is how many times faster; packed against the read+write ceiling, replay against the read ceiling")
+    print("auto: what mode auto takes at this batch, and how many times faster than packed that is")
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}")
     for note in dict.fromkeys(f"{row['kernel']}: {note}" for row in rows for note in row["notes"]):
@@ -86,7 +89,7 @@ def _print_head(
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     head = (str(row["batch"]), row["state_dtype"], row["kernel"])
     if row["status"] != "ok":
-        return (*head, "FAILED", *("–",) * 5, "see below")
+        return (*head, "FAILED", *("–",) * 4, _auto(row), "–", "see below")
     verdict = row["check"]
     return (
         *head,
@@ -94,9 +97,19 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{_number(row['us_p10'])}..{_number(row['us_p90'])}",
         _number(row["gb_per_s"]),
         f"{row['of_ceiling']:.3f}",
-        *(f"{row[key]:.2f}" if row[key] else "–" for key in ("vs_packed", "vs_best_peer")),
+        _times(row["vs_packed"]),
+        _auto(row),
+        _times(row["vs_best_peer"]),
         f"{verdict['output']:.0e} {verdict['state']:.0e}",
     )
+
+
+def _auto(row: dict[str, Any]) -> str:
+    return f"{row['auto_route']} {_times(row['auto_vs_packed'])}" if row["auto_route"] else "–"
+
+
+def _times(ratio: float | None) -> str:
+    return f"{ratio:.2f}" if ratio else "–"
 
 
 def _number(x: float) -> str:
