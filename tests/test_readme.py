@@ -9,7 +9,7 @@ import pytest
 
 from replayssm.bench.geometry import GEOMETRIES
 from replayssm.models.loading import load_model
-from replayssm.spec import packed_traffic, replay_traffic
+from replayssm.spec import DEFAULT_RING_LEN, packed_traffic, replay_traffic
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (.+?) \| ([\d.]+) \+ ([\d.]+) MiB \| ([\d.]+) \+ ([\d.]+) MiB \| ([\d.]+) \|$", re.M)
@@ -24,7 +24,10 @@ NAMES = {
 
 def numbers(specs, io):
     packed = [sum(column) / 2**20 for column in zip(*(packed_traffic(s) for s in specs), strict=True)]
-    replay = [sum(column) / 2**20 for column in zip(*(replay_traffic(s, 16, io_dtype=io) for s in specs), strict=True)]
+    replay = [
+        sum(column) / 2**20
+        for column in zip(*(replay_traffic(s, DEFAULT_RING_LEN, io_dtype=io) for s in specs), strict=True)
+    ]
     return [*packed, *replay, sum(replay) / sum(packed)]
 
 

@@ -15,7 +15,7 @@ Kind = Literal["gdn", "kda"]
 
 RING_LEN_MIN, RING_LEN_MAX = 1, 64
 HEAD_DIM_MAX = 256
-DEFAULT_RING_LEN = 16
+DEFAULT_RING_LEN = 8
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -89,7 +89,7 @@ def test_output_that_is_not_utf8():
         [sys.executable, "-m", "replayssm.cli", "generate", "--ring-len", "0"], env=env, capture_output=True, timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.rstrip() == b"error: ring length 0 is outside 1?64; 16 suits most models"
+    assert done.stderr.rstrip() == b"error: ring length 0 is outside 1?64; 8 suits most models"
 
 
 def test_main_takes_the_process_arguments(monkeypatch, capsys):

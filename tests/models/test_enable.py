@@ -235,11 +235,13 @@ def test_traffic_counted_by_the_ops_is_the_model_of_the_spec():
     assert totals.flushes == 3 * len(enabled.specs)
 
 
-def test_decode_compiles_without_graph_breaks_or_recompiles():
+@pytest.mark.parametrize("mode", ["auto", "replay", "packed"])
+def test_decode_compiles_without_graph_breaks_or_recompiles(mode):
+    torch.compiler.reset()
     model = copy.deepcopy(model_of("qwen3_5_text"))
     ids = prompt(1, 9)
-    cache = ReplayCache(model.config, ring_len=4)
-    layer = linear_layers(model)[-1]  # the one that moves the cursor
+    cache = ReplayCache(model.config, ring_len=4, mode=mode)
+    layer = linear_layers(model)[-1]
     with replayssm.enable(model), torch.no_grad():
         model(ids, past_key_values=cache)
         x = torch.randn(1, 1, model.config.hidden_size)

@@ -48,7 +48,7 @@ in double precision, packed decode and replay decode then run on the same record
 
 examples:
   replayssm check gdn
-  replayssm check gdn --tokens 256 --ring-len 8
+  replayssm check gdn --tokens 256 --ring-len 16
   replayssm check ./Qwen3.5-0.8B --dtype bfloat16 --layers worst
 
 exit code: 0 all within their limits, 1 a limit exceeded, 2 wrong input

@@ -18,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from replayssm import ops
 from replayssm.errors import CacheStateError, ShapeError
+from replayssm.kernels.policy import Route
 from replayssm.models.options import Mode, ReplayOptions
 from replayssm.spec import DEFAULT_RING_LEN, LayerSpec
 
@@ -31,12 +32,12 @@ class ReplayLayer(LinearAttentionLayer):
 
     def __init__(self, options: ReplayOptions, number_of_states: int = 1) -> None:
         self.options = options
-        self.packed = options.mode == "packed"
+        self.packed = options.mode == "packed"  # whatever the batch size
         self.checkpoint: torch.Tensor | None = None
         self.ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.cursor: torch.Tensor | None = None
         self._slots: torch.Tensor | None = None
-        self._pending = False  # the ring may hold a record
+        self._pending = False  # the ring may hold a record; kept on the host, so that nobody has to read the cursor
         super().__init__(number_of_states=number_of_states)
 
     @property
@@ -103,12 +104,20 @@ class ReplayLayer(LinearAttentionLayer):
             self.cursor = _static(torch.zeros_like(self._slots))
         return self.checkpoint, self._slots, self.cursor
 
+    def route(self, spec: LayerSpec) -> Route:
+        """How the next step decodes. Before a packed one the ring must be flushed."""
+        if self.packed:
+            return "packed"
+        if self.options.mode != "auto":
+            return self.options.mode
+        assert self.checkpoint is not None
+        return ops.decode_route(self.checkpoint, self.options.ring_len, self.checkpoint.shape[0], spec.is_kda)
+
     def advance(self) -> None:
-        """A decode step is done: the row's record was appended, or folded with the others at the ring's end."""
-        if not self.packed:
-            assert self.cursor is not None
-            self.cursor.add_(1).remainder_(self.options.ring_len)
-            self._pending = True
+        """A replay step is done: the row's record was appended, or folded with the others at the ring's end."""
+        assert self.cursor is not None
+        self.cursor.add_(1).remainder_(self.options.ring_len)
+        self._pending = True
 
     def flush(self) -> None:
         """Fold the ring into the checkpoint. Costs nothing when it is empty."""
@@ -169,7 +178,7 @@ class ReplayCache(DynamicCache):
         ring_len: L, 1 … 64 decode steps between flushes.
         state_dtype: float32, bfloat16 or float16, as a name or a torch dtype; None follows the model's config and
             `REPLAYSSM_STATE_DTYPE`.
-        mode: "replay", or "packed" for no ring.
+        mode: "replay", "packed" for no ring, or "auto", see `replayssm.enable`.
 
     Not needed after `replayssm.enable(model)`, which upgrades whatever cache the model meets; give one explicitly to
     use other options for one generation.
@@ -180,7 +189,7 @@ class ReplayCache(DynamicCache):
         config: PreTrainedConfig,
         ring_len: int = DEFAULT_RING_LEN,
         state_dtype: str | torch.dtype | None = None,
-        mode: Mode = "replay",
+        mode: Mode = "auto",
     ) -> None:
         super().__init__(config=config)
         text = config.get_text_config(decoder=True)

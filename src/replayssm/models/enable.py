@@ -75,7 +75,7 @@ def enable(
     ring_len: int = DEFAULT_RING_LEN,
     state_dtype: str | torch.dtype | None = None,
     *,
-    mode: Mode = "replay",
+    mode: Mode = "auto",
 ) -> Enabled:
     """Make every linear-attention layer of `model` decode by replay; `model.generate()` needs nothing else.
 
@@ -85,7 +85,8 @@ def enable(
         ring_len: L, decode steps between two writes of the state, 1 … 64.
         state_dtype: float32, bfloat16 or float16 (name or torch dtype). None: environment variable
             `REPLAYSSM_STATE_DTYPE`, else the model config's `mamba_ssm_dtype`, else float32.
-        mode: "replay", or "packed" to read and write the state at every step.
+        mode: "replay", "packed" to read and write the state at every step, or "auto" for the faster of the two at the
+            batch size of each forward (`replayssm.ops.decode_route`; on a CPU always replay).
 
     Returns a handle that is also a context manager. Raises, with the model left as it was, `RingLengthError`,
     `DtypeError`, `OptionError`, `ShapeError` for a geometry that cannot be served, or `UnsupportedModelError` when the
@@ -123,7 +124,7 @@ def patch(
     ring_len: int = DEFAULT_RING_LEN,
     state_dtype: str | torch.dtype | None = None,
     *,
-    mode: Mode = "replay",
+    mode: Mode = "auto",
     model_type: str | None = None,
 ) -> Iterator[None]:
     """Models built inside (`from_pretrained`, `from_config`) get replay layers, through transformers' patch mapping.

@@ -80,10 +80,10 @@ class ReplayMixin(nn.Module):
             return self._decode(hidden_states, layer)
         layer.flush()
         result = super().forward(hidden_states, cache_params, attention_mask, **kwargs)
-        if not layer.packed:
-            # Before decode, so that a compiled step finds them allocated.
-            layer.rows(result.shape[0])
-            layer.rings(self.spec(), result.dtype)
+        # Before decode, so that a compiled step finds them allocated.
+        layer.rows(result.shape[0])
+        if layer.route(spec := self.spec()) == "replay":
+            layer.rings(spec, result.dtype)
         return result
 
     def _decode(self, hidden_states: torch.Tensor, layer: ReplayLayer) -> torch.Tensor:
@@ -101,14 +101,15 @@ class ReplayMixin(nn.Module):
         scale = spec.head_k_dim**-0.5
         gates = (x.a, x.b, A_log, dt_bias, scale)
         kind: Any = dict(is_kda=spec.is_kda, lower_bound=spec.lower_bound, beta_scale=spec.beta_scale)
-        if layer.packed:
+        if layer.route(spec) == "packed":
+            layer.flush()
             ops.fused_recurrent_linear_packed_decode(mixed_qkv, *gates, checkpoint, core, slots, **kind)
         else:
             d_cache, k_cache, g_cache = layer.rings(spec, mixed_qkv.dtype)
             ops.fused_recurrent_linear_replayssm_decode(
                 mixed_qkv, *gates, checkpoint, d_cache, k_cache, g_cache, core, slots, cursor, **kind
             )
-        layer.advance()
+            layer.advance()
         if torch.is_grad_enabled():
             sources = (x.mixed_qkv, x.a, x.b, A_log, dt_bias, self.conv1d.weight)
             if wanted := [source for source in sources if source.requires_grad]:

@@ -11,19 +11,20 @@ from replayssm.dtypes import resolve_state_dtype
 from replayssm.errors import OptionError
 from replayssm.spec import DEFAULT_RING_LEN, check_ring_len
 
-Mode = Literal["replay", "packed"]
+Mode = Literal["auto", "replay", "packed"]
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
     """Ring length L (1 … 64), dtype of the recurrent state, and the decode path.
 
-    `replay` reads the state and appends to the ring; `packed` reads and writes the state at every step and has no ring.
+    `replay` reads the state and appends to the ring; `packed` reads and writes the state at every step and has no ring;
+    `auto` takes the one that `ops.decode_route` names for the batch size, on a CPU always replay.
     """
 
     ring_len: int = DEFAULT_RING_LEN
     state_dtype: torch.dtype = torch.float32
-    mode: Mode = "replay"
+    mode: Mode = "auto"
 
     def __post_init__(self) -> None:
         check_ring_len(self.ring_len)

@@ -1,0 +1,85 @@
+"""Print the tables of docs/benchmarks/README.md from the JSON files beside it.
+
+python scripts/benchmark_tables.py            all tables
+python scripts/benchmark_tables.py FOLDER     those of another folder of `replayssm bench decode --json` files
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
+
+
+def decode_table(result: dict[str, Any]) -> str:
+    """One row per state dtype and batch size: the best packed kernel, ours, replay, and how near to the roof."""
+    heads = ("state", "batch", "best packed kernel", "µs", "our packed µs", "replay µs", "× best packed")
+    heads += ("of the read ceiling", "check: output, state")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for key in dict.fromkeys((row["state_dtype"], row["batch"]) for row in result["rows"]):
+        rows = [r for r in result["rows"] if (r["state_dtype"], r["batch"]) == key and r["status"] == "ok"]
+        packed = [r for r in rows if r["route"] == "packed"]
+        own = {r["kernel"]: r for r in rows if not r["peer"]}
+        if not packed or set(own) != {"packed", "replay"}:
+            continue
+        best, replay = min(packed, key=lambda r: r["us"]), own["replay"]
+        name = "ours" if not best["peer"] else best["kernel"]
+        cells = [key[0], str(key[1]), name, f"{best['us']:.1f}", f"{own['packed']['us']:.1f}", f"{replay['us']:.1f}"]
+        cells += [f"{best['us'] / replay['us']:.2f}", f"{replay['of_ceiling']:.2f}"]
+        cells.append(f"{replay['check']['output']:.1e}, {replay['check']['state']:.1e}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def peer_table(result: dict[str, Any]) -> str:
+    """µs of every kernel of other packages, by state dtype and batch size."""
+    peers = list(dict.fromkeys(row["kernel"] for row in result["rows"] if row["peer"]))
+    lines = ["| state | batch | " + " | ".join(peers) + " |", "|" + "---|" * (2 + len(peers))]
+    for key in dict.fromkeys((row["state_dtype"], row["batch"]) for row in result["rows"]):
+        found = {r["kernel"]: r for r in result["rows"] if (r["state_dtype"], r["batch"]) == key and r["peer"]}
+        cells = [f"{found[p]['us']:.1f}" if p in found and found[p]["status"] == "ok" else "–" for p in peers]
+        if any(cell != "–" for cell in cells):
+            lines.append(f"| {key[0]} | {key[1]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def geometry_table(results: list[dict[str, Any]]) -> str:
+    """Our packed over our replay, and what mode auto makes of it, for each geometry, state dtype and batch size."""
+    batches = sorted({row["batch"] for result in results for row in result["rows"]})
+    lines = ["| layer | heads | K, V | state | " + " | ".join(f"B = {b}" for b in batches) + " |"]
+    lines.append("|" + "---|" * (4 + len(batches)))
+    for result in results:
+        layer = result["layer"]
+        replay = {(r["state_dtype"], r["batch"]): r for r in result["rows"] if r["kernel"] == "replay"}
+        for dtype in dict.fromkeys(key[0] for key in replay):
+            cells = []
+            for batch in batches:
+                row = replay.get((dtype, batch))
+                if row is None or row["status"] != "ok":
+                    cells.append("–")
+                else:
+                    cells.append(f"{row['vs_packed']:.2f} ({row['auto_vs_packed']:.2f})")
+            shape = f"{layer['num_k_heads']}/{layer['num_v_heads']} | {layer['head_k_dim']}, {layer['head_v_dim']}"
+            lines.append(f"| {result['name']} | {shape} | {dtype} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tables(folder: Path = FOLDER) -> dict[str, str]:
+    """Title -> markdown."""
+    read = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    found: dict[str, str] = {}
+    for stem in [name for name in read if name.startswith("decode-")]:
+        found[stem] = decode_table(read[stem])
+        found[f"{stem}, others"] = peer_table(read[stem])
+    geometries = [read[name] for name in read if name.startswith("geometry-")]
+    if geometries:
+        found["geometries"] = geometry_table(geometries)
+    return found
+
+
+if __name__ == "__main__":
+    for title, text in tables(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER).items():
+        print(f"{title}\n\n{text}\n")
