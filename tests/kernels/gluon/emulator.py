@@ -272,7 +272,7 @@ class Kernel:
         return self.fn(*args, **kwargs)
 
     def __getitem__(self, grid):
-        def run(*args, num_warps=4, maxnreg=None, launch_pdl=False, **constants):
+        def run(*args, num_warps=4, maxnreg=None, launch_pdl=False, enable_fp_fusion=True, **constants):
             args = [Ptr(x) if isinstance(x, Tensor) else x for x in args]
             order = list(range(grid[0]))
             tasks.ORDER.shuffle(order)

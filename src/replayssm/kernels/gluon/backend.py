@@ -159,6 +159,7 @@ def flush(
             *[p.stride(0) if lead else 0 for p in pools], H=k_cache.shape[-3], HV=hv, K=k_dim, V=v_dim, L=length,
             LP=launch.padded(length), KDA=g_cache.ndim == d_cache.ndim, L2NORM=use_qk_l2norm_in_kernel,
             BV=params.chunk, NW=params.warps, num_warps=params.warps,
+            **launch.FUSED,
         )  # fmt: skip
 
 
@@ -186,8 +187,12 @@ def tiles_of(state: Tensor, rows: int) -> TensorDescriptor:
     """A pool as one matrix of rows of K, copied in boxes of `rows`. [slots, HV, V, K], slot stride a multiple of K."""
     slots, hv, v_dim, k_dim = state.shape
     count = (slots - 1) * (state.stride(0) // k_dim) + hv * v_dim
-    layout = tile_layout(rows, k_dim, _GLUON_TYPES[state.dtype])
-    return TensorDescriptor(state, [count, k_dim], [k_dim, 1], [rows, k_dim], layout)
+    return TensorDescriptor(state, [count, k_dim], [k_dim, 1], [rows, k_dim], _tile_layout(rows, k_dim, state.dtype))
+
+
+@cache
+def _tile_layout(rows: int, k_dim: int, dtype: torch.dtype) -> Any:
+    return tile_layout(rows, k_dim, _GLUON_TYPES[dtype])
 
 
 @cache

@@ -92,8 +92,9 @@ class Stream:
         return _EARLY | dict(num_warps=self.warps, maxnreg=self.maxnreg)
 
 
+FUSED: dict[str, Any] = dict(enable_fp_fusion=True)  # multiply-adds, whatever the version's default
 # A kernel may be put on the GPU while the one before it drains; it waits for its end before it reads anything.
-_EARLY: dict[str, Any] = dict(launch_pdl=True)
+_EARLY: dict[str, Any] = dict(launch_pdl=True, **FUSED)
 
 # (KDA, bytes of a state element) -> ((largest number of heads in the batch, row), ...); None: no limit.
 # Timed with K = V = 128 and 32 value heads at B = 8, 16, 32, 64 and 256; limits lie between. Packed: B = 1, 8, 64, 256.
