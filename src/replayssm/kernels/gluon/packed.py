@@ -42,7 +42,7 @@ def packed(
         return
 
     ok = gl.arange(0, K, tcol)
-    s_ptr = state + slot * state_slot + hv * (V * K) + ov[:, None] * K + ok[None, :]
+    s_ptr = state + (slot * state_slot + hv * (V * K)) + (ov[:, None] * K + ok[None, :])
     if STAGED:
         staged = ()  # one buffer a chunk: the compiler puts a barrier between two copies into one buffer
         for c in gl.static_range(CHUNKS):
@@ -67,9 +67,7 @@ def packed(
     else:
         x = gl.load(a + n * a_row + hv * a_head).to(gl.float32) + gl.load(dt_bias + hv).to(gl.float32)
         decay = blocks.exp(blocks.log_decay(x, rate, lower_bound, BOUNDED))
-    q = q * (blocks.inverse_norm(q, L2NORM) * scale)
-    k = k * blocks.inverse_norm(k, L2NORM)
-    kq = gl.sum(q * k, 0)
+    q_by, k_by, kq = blocks.norms(q, k, scale, L2NORM)  # applied to the sums, not to the vectors
 
     for c in gl.static_range(CHUNKS):
         at = c * CH
@@ -81,9 +79,9 @@ def packed(
             if c + 1 < CHUNKS:
                 s_next = gl.load(s_ptr + (at + CH) * K)
         s = s * (decay[None, :] if KDA else decay)
-        sq = gl.sum(s * q[None, :], 1)
-        sk = gl.sum(s * k[None, :], 1)
+        sq = gl.sum(s * q[None, :], 1) * q_by
+        sk = gl.sum(s * k[None, :], 1) * k_by
         d = beta * (v[c].to(gl.float32) - sk)
         gl.store(out_ptr + at, (sq + d * kq).to(out.dtype.element_ty))
-        s += d[:, None] * k[None, :]
+        s += (d * k_by)[:, None] * k[None, :]
         gl.store(s_ptr + at * K, blocks.to_state(s, state.dtype.element_ty))
