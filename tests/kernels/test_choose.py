@@ -18,7 +18,7 @@ class Recorder:
     def __init__(self, name, refuses=None):
         self.__name__, self.refuses, self.calls = name, refuses, []
 
-    def supports(self, state, *args):
+    def supports(self, state):
         return self.refuses(state) if callable(self.refuses) else self.refuses
 
     def __getattr__(self, op):

@@ -33,18 +33,17 @@ logger = logging.getLogger(__name__)
 
 def replay_decode(mixed_qkv: Tensor, *args: Any) -> None:
     """See `torch_decode.replay_decode`: same arguments."""
-    initial_state, d_cache = args[5], args[6]
-    _kernels(initial_state, mixed_qkv, d_cache).replay_decode(mixed_qkv, *args)
+    _kernels(args[5]).replay_decode(mixed_qkv, *args)
 
 
 def packed_decode(mixed_qkv: Tensor, *args: Any) -> None:
     """See `torch_decode.packed_decode`: same arguments."""
-    _kernels(args[5], mixed_qkv, None).packed_decode(mixed_qkv, *args)
+    _kernels(args[5]).packed_decode(mixed_qkv, *args)
 
 
-def flush(initial_state: Tensor, d_cache: Tensor, k_cache: Tensor, *args: Any) -> None:
+def flush(initial_state: Tensor, *args: Any) -> None:
     """See `torch_ring.flush`: same arguments."""
-    _kernels(initial_state, k_cache, d_cache).flush(initial_state, d_cache, k_cache, *args)
+    _kernels(initial_state).flush(initial_state, *args)
 
 
 def materialize(*args: Any) -> None:
@@ -77,11 +76,11 @@ _SOME = "decode and flush"
 _REST = "conv update, materialize and cursors"
 
 
-def _kernels(initial_state: Tensor, activations: Tensor, d_cache: Tensor | None) -> ModuleType:
+def _kernels(initial_state: Tensor) -> ModuleType:
     """What takes a decode or a flush."""
     gluon, portable, why = _modules()
     if gluon is not None:
-        why = gluon.supports(initial_state, activations, d_cache)
+        why = gluon.supports(initial_state)
         if why is None:
             return gluon
     chosen = portable or _torch()
@@ -131,9 +130,9 @@ def describe() -> list[str]:
         except RuntimeError as error:  # a device that is full or broken, which is when one asks
             lines.append(f"cuda:{i} cannot be used: {str(error).partition(chr(10))[0]}")
             continue
-        refusal = gluon.supports(usual, usual, None)
+        refusal = gluon.supports(usual)
         if refusal is None:
-            line = f"gluon, or triton where gluon has no kernel (such as {gluon.supports(odd, odd, None)})"
+            line = f"gluon, or triton where gluon has no kernel (such as {gluon.supports(odd)})"
         else:
             line = f"triton; no gluon, {refusal}"
         lines.append(f"{_SOME} on cuda:{i}: {line}")

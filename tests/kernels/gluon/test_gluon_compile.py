@@ -25,9 +25,9 @@ SHARED, REGISTERS = 227 * 1024, 65536  # of a multiprocessor; the system takes 1
 # Rows that hold a whole tile in registers have 8 and were the fastest of those timed; a compiler that gives less has
 # regressed.
 MIN_WARPS = 8
-# Local memory of a thread. A register cap lets one more program on a multiprocessor, and warps of few registers leave
-# more to the others; the price is a dozen loop constants there, and with long rings some of the records' weights.
-SPARE_BYTES, SPARE_BYTES_LONG = 48, 176
+# Local memory of a thread where a register cap lets one more program on a multiprocessor: ten loop constants, with some
+# versions of the compiler. Without a cap there is none.
+SPARE_BYTES = 40
 GLOBAL = re.compile(r"\b(?:ld|st|red|atom)\.global|\bcp\.async\S*\.global")
 
 
@@ -54,11 +54,11 @@ def build(op, is_kda, state, ring_len, params=None, arch=90, io=BF16, rows=3):
     return kernel, usage(kernel, GPUTarget("cuda", arch, 32))
 
 
-def check(kernel, used, row, spare=0):
+def check(kernel, used, row):
     streams = isinstance(row, launch.Stream)
     warps = row.warps + 4 * streams  # Triton adds the other warps in fours
     assert kernel.metadata.num_warps == warps
-    assert used.spilled <= spare, str(used)
+    assert used.spilled <= (SPARE_BYTES if row.maxnreg else 0), str(used)
     resident = min(REGISTERS // (used.registers * 32 * warps), SHARED // (used.shared + 1024))
     assert resident >= (row.per_sm if streams else MIN_WARPS // warps), str(used)
 
@@ -77,14 +77,14 @@ def distinct(table):
 @pytest.mark.parametrize(("key", "row"), distinct(launch.REPLAY), ids=str)
 def test_replay_rows(key, row):
     kernel, used = build("replay", key[0], STATE[key[1]], launch.STREAM_RING, row)
-    check(kernel, used, row, SPARE_BYTES)
+    check(kernel, used, row)
     check_early_start(kernel)
 
 
 @pytest.mark.parametrize(("key", "row"), distinct(launch.REPLAY_LONG), ids=str)
 def test_replay_rows_of_long_rings(key, row):
     kernel, used = build("replay", key[0], STATE[key[1]], 16, row)
-    check(kernel, used, row, SPARE_BYTES_LONG)
+    check(kernel, used, row)
     check_early_start(kernel)
 
 
@@ -104,7 +104,7 @@ def test_fold(is_kda, state):
 def test_a_state_of_fp16():
     """With fp16 activations; the rows are those of bf16."""
     row = launch.replay(True, 2, 8192, 128, 128, 8)
-    check(*build("replay", True, FP16, 8, io=FP16, params=row), row, SPARE_BYTES)
+    check(*build("replay", True, FP16, 8, io=FP16, params=row), row)
     row = launch.packed(True, 2, 8192, 128, 128)
     check(*build("packed", True, FP16, 1, io=FP16, params=row), row)
     check(*build("fold", True, FP16, 8, io=FP16), launch.fold(2, 128, 128, 8))
@@ -114,7 +114,7 @@ def test_a_state_of_fp16():
 def test_blackwell(heads):
     row = launch.replay(False, 4, heads, 128, 128, 8)
     kernel, used = build("replay", False, FP32, 8, row, arch=100)
-    check(kernel, used, row, SPARE_BYTES)
+    check(kernel, used, row)
     check_early_start(kernel)
     assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == isinstance(row, launch.Stream)
 

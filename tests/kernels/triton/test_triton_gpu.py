@@ -109,7 +109,7 @@ def test_all_kernels_share_one_ring(portable, kind):
         from replayssm.kernels.gluon import backend as gluon
 
         lay = layer(kind, (2, 4, 64, 32), 8, device=DEVICE)
-        if gluon.supports(lay.state(1), lay.state(1), None) is None:
+        if gluon.supports(lay.state(1)) is None:
             backends.append(gluon)
     lay, steps = layer(kind, (2, 4, 64, 32), 8, device=DEVICE), 29
     tokens, run = lay.tokens(steps, 2), Run(portable, lay, int32(1, 0).to(DEVICE))

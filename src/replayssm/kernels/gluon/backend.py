@@ -22,8 +22,8 @@ _GLUON_TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.fl
 _POWERS = (32, 64, 128, 256)
 
 
-def supports(initial_state: Tensor, mixed_qkv: Tensor, d_cache: Tensor | None = None) -> str | None:
-    """Why these kernels cannot take a call, or None when they can."""
+def supports(initial_state: Tensor) -> str | None:
+    """Why these kernels cannot take a call on such a state, or None when they can."""
     slots, _, v_dim, k_dim = initial_state.shape[-4:]
     if k_dim not in _POWERS or v_dim not in _POWERS:
         return f"K = {k_dim}, V = {v_dim}; both must be one of {_POWERS}"
@@ -133,7 +133,7 @@ def packed_decode(
     with torch.cuda.device(initial_state.device):
         packed[(rows * hv * (v_dim // params.rows),)](
             mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, slots, bound, beta_scale, *strides, **sizes,
-            **params.constants, **params.options,
+            **params.constants, STAGED=params.staged, **params.options,
         )  # fmt: skip
 
 
@@ -158,8 +158,7 @@ def flush(
             *pools, ssm_state_indices.contiguous(), write_pos.contiguous(), rows, *[p.stride(lead) for p in pools],
             *[p.stride(0) if lead else 0 for p in pools], H=k_cache.shape[-3], HV=hv, K=k_dim, V=v_dim, L=length,
             LP=launch.padded(length), KDA=g_cache.ndim == d_cache.ndim, L2NORM=use_qk_l2norm_in_kernel,
-            BV=params.chunk, NW=params.warps, num_warps=params.warps,
-            **launch.FUSED,
+            BV=params.chunk, NW=params.warps, num_warps=params.warps, **launch.FUSED,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The parts that all kernels share: gates, norms, ring weights, fold. Formulas: docs/mathematics.md.
 
-Every exponential is of a number <= 0 and is taken after masking. All arithmetic is fp32.
+Every decay is e to a number <= 0, taken after masking. All arithmetic is fp32.
 """
 
 from triton.experimental import gluon
@@ -56,15 +56,6 @@ def log_decay(x, rate, lower_bound, BOUNDED: gl.constexpr):
 def sigmoid(x):
     """1/(1 + e^-x)."""
     return 1.0 / (1.0 + exp(-x))
-
-
-@gluon.jit
-def inverse_norm(x, L2NORM: gl.constexpr):
-    """rsqrt(Σx² + eps) of a vector, or 1."""
-    r = 1.0
-    if L2NORM:
-        r = gl.rsqrt(gl.sum(x * x, 0) + L2_EPS)
-    return r
 
 
 @gluon.jit
@@ -165,7 +156,7 @@ def ring_dots(k_raw, weighted, q, k, L2NORM: gl.constexpr):
     if L2NORM:
         inv = gl.rsqrt(n2 + L2_EPS)
     else:
-        inv = n2 * 0.0 + 1.0
+        inv = gl.where(n2 > 0, 1.0, 1.0)  # ones, also where n2 is infinite
     return inv, dq * inv, dk * inv
 
 

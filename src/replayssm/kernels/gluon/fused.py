@@ -3,20 +3,16 @@
 """Replay decode in one launch: a program serves BV rows of V of one value head of one row of the batch.
 
 The loads of the checkpoint tile are issued first; norms, gates and the ring's dot products run while they fly.
-The tile lands in registers, or (STAGED) in shared memory, from where it is taken CH rows at a time: that needs few
-registers, so more programs share a multiprocessor and more bytes are in flight.
-A flushing row folds the rows that it holds.
+The tile lands in registers, CH rows at a time. A flushing row folds the rows that it holds.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
 from replayssm.kernels.gluon import blocks
 from replayssm.kernels.gluon.layouts import (
     as_rows,
-    copy_to_shared,
     ring_d_layout,
     ring_k_layout,
     row_major,
@@ -30,7 +26,7 @@ def replay_fused(
     beta_scale, qkv_row, a_row, a_head, a_chan, b_row, b_head, out_row, state_slot, d_slot, k_slot, g_slot,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, L: gl.constexpr, LP: gl.constexpr,
     KDA: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, FORCE: gl.constexpr, BV: gl.constexpr,
-    CH: gl.constexpr, NW: gl.constexpr, STAGED: gl.constexpr,
+    CH: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """See `backend.replay_decode`. `LP`: L rounded up to a power of two, at least 8."""
     ELEM: gl.constexpr = state.dtype.element_ty.primitive_bitwidth // 8
@@ -63,14 +59,7 @@ def replay_fused(
 
     ok = gl.arange(0, K, tcol)
     s_ptr = state + (slot * state_slot + hv * (V * K)) + (ov[:, None] * K + ok[None, :])
-    if STAGED:
-        staged = ()  # one buffer a chunk: the compiler puts a barrier between two copies into one buffer
-        for c in gl.static_range(CHUNKS):
-            staged = staged + (gl.allocate_shared_memory(state.dtype.element_ty, [CH, K], row_major()),)
-            copy_to_shared(staged[c], s_ptr + c * (CH * K))
-            async_copy.commit_group()
-    else:
-        s_next = gl.load(s_ptr)
+    s_next = gl.load(s_ptr)
     wp = gl.load(write_pos + n)
     flush = wp == L - 1
     if FORCE:
@@ -137,13 +126,9 @@ def replay_fused(
 
     for c in gl.static_range(CHUNKS):
         at = c * CH
-        if STAGED:
-            async_copy.wait_group(CHUNKS - 1 - c)
-            s = staged[c].load(blk).to(gl.float32)
-        else:
-            s = s_next.to(gl.float32)
-            if c + 1 < CHUNKS:
-                s_next = gl.load(s_ptr + (at + CH) * K)
+        s = s_next.to(gl.float32)
+        if c + 1 < CHUNKS:
+            s_next = gl.load(s_ptr + (at + CH) * K)
         sq = q_by * gl.convert_layout(blocks.lane_sums(s * qt[None, :], LANES, VEC), dlay, assert_trivial=True)
         sk = k_by * gl.convert_layout(blocks.lane_sums(s * kt[None, :], LANES, VEC), dlay, assert_trivial=True)
         sq += gl.convert_layout(blocks.lane_sums(dr[c] * cq[None, :], LANES, 1), dlay, assert_trivial=True)

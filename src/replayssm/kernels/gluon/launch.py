@@ -19,13 +19,13 @@ class Launch:
     """`fused` or `packed`: a program for every tile.
 
     rows: rows of V that a program serves (BV); chunk: rows handled at once (CH); warps: per program; staged: state
-    by way of shared memory; maxnreg: register cap.
+    by way of shared memory (`packed` only); maxnreg: register cap.
     """
 
     rows: int
     chunk: int
     warps: int
-    staged: bool = True
+    staged: bool = False
     maxnreg: int | None = None
 
     def fit(self, v_dim: int, k_dim: int, elem_bytes: int, ring_len: int) -> Launch:
@@ -48,7 +48,7 @@ class Launch:
     @property
     def constants(self) -> dict[str, Any]:
         """Of the kernel."""
-        return dict(BV=self.rows, CH=self.chunk, NW=self.warps, STAGED=self.staged)
+        return dict(BV=self.rows, CH=self.chunk, NW=self.warps)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,27 +100,33 @@ _EARLY: dict[str, Any] = dict(launch_pdl=True, **FUSED)
 # Timed with K = V = 128 and 32 value heads at B = 8, 16, 32, 64 and 256; limits lie between. Packed: B = 1, 8, 64, 256.
 Table = dict[tuple[bool, int], tuple[tuple[int | None, Launch | Stream], ...]]
 
-_DIRECT_4 = Launch(64, 64, 4, staged=False, maxnreg=168)
-_DIRECT_2 = Launch(64, 64, 4, staged=False, maxnreg=128)
+_DIRECT_4 = Launch(64, 64, 4, maxnreg=168)
+_DIRECT_2 = Launch(64, 64, 4, maxnreg=128)
 REPLAY: Table = {
-    (False, 4): ((1536, _DIRECT_4), (None, Stream(64, 64, 4, 2, 2, worker_regs=88))),
+    (False, 4): ((1536, _DIRECT_4), (None, Stream(64, 64, 4, 2, 2))),
     (False, 2): ((3072, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2))),
     (True, 4): ((1536, _DIRECT_4), (None, Stream(64, 64, 4, 2, 2, worker_regs=112))),
-    (True, 2): ((3072, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2, worker_regs=112, workers=1))),
+    (True, 2): ((3072, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2, workers=1))),
 }
 # A stream prepares rings of up to 8 records in one piece; longer ones keep it waiting, and these are faster.
-REPLAY_LONG: Table = {key: ((None, _DIRECT_4 if key[1] == 4 else _DIRECT_2),) for key in REPLAY}
+# KDA goes without a register cap there: its weights would spill.
+REPLAY_LONG: Table = {
+    (False, 4): ((None, _DIRECT_4),),
+    (False, 2): ((None, _DIRECT_2),),
+    (True, 4): ((None, Launch(64, 64, 4)),),
+    (True, 2): ((None, Launch(64, 64, 4)),),
+}
 STREAM_DIM, STREAM_RING = 128, 8
 
 PACKED: Table = {
-    (False, 4): ((64, Launch(16, 16, 1, staged=False)), (None, Launch(64, 16, 4))),
-    (False, 2): ((64, Launch(64, 64, 4, staged=False)), (None, Launch(128, 32, 4))),
+    (False, 4): ((64, Launch(16, 16, 1)), (None, Launch(64, 16, 4, staged=True))),
+    (False, 2): ((64, Launch(64, 64, 4)), (None, Launch(128, 32, 4, staged=True))),
     (True, 4): (
-        (64, Launch(64, 64, 4, staged=False)),
-        (1024, Launch(16, 16, 1, staged=False)),
-        (None, Launch(64, 16, 4)),
+        (64, Launch(64, 64, 4)),
+        (1024, Launch(16, 16, 1)),
+        (None, Launch(64, 16, 4, staged=True)),
     ),
-    (True, 2): ((64, Launch(64, 64, 4, staged=False)), (None, Launch(64, 16, 4))),
+    (True, 2): ((64, Launch(64, 64, 4)), (None, Launch(64, 16, 4, staged=True))),
 }
 
 
@@ -146,4 +152,4 @@ def packed(is_kda: bool, elem_bytes: int, heads: int, v_dim: int, k_dim: int) ->
 
 def fold(elem_bytes: int, v_dim: int, k_dim: int, ring_len: int) -> Launch:
     """The row for a flush outside decode."""
-    return Launch(64, 64, 4, staged=False).fit(v_dim, k_dim, elem_bytes, ring_len)
+    return Launch(64, 64, 4).fit(v_dim, k_dim, elem_bytes, ring_len)

@@ -3,8 +3,8 @@
 """Replay decode as a stream: a few programs per multiprocessor, with warps of three kinds that do not wait in turn.
 
 `load` copies tiles [BV, K] of the checkpoint and their part of the d ring into STAGES buffers in shared memory.
-`prepare`, two warps that take turns, does what does not depend on K times V: norms, gates, dot products with the ring,
-appending k and g. `consume` forms output and d of a tile, appends d or folds the ring.
+`prepare`, one warp or two that take turns, does what does not depend on K times V: norms, gates, dot products with the
+ring, appending k and g. `consume` forms output and d of a tile, appends d or folds the ring.
 A program takes every G-th tile. Its i-th tile uses stage i % STAGES, in phase i // STAGES of that stage's barriers.
 `full`: the tile and what was prepared for it are there. `empty`: they may be overwritten.
 """
@@ -53,7 +53,7 @@ def load(
     """A padding row copies the checkpoint of slot 0, which nobody looks at, and no records."""
     CHUNKS: gl.constexpr = BV // CH
     dcopy: gl.constexpr = ring_copy_layout(CH, 1)
-    rec = LP - 1 - gl.arange(0, LP, gl.SliceLayout(1, dcopy))  # newest first, as `prepare` orders them
+    rec = blocks.newest_first(LP, gl.SliceLayout(1, dcopy))
     drow = gl.arange(0, CH, gl.SliceLayout(0, dcopy))
     offsets = rec[:, None] * V + drow[None, :]
     first = gl.program_id(0)
@@ -79,19 +79,15 @@ def load(
 
 
 @gluon.jit
-def weigh(k_base, g_base, count, g, later, q, k, base, K: gl.constexpr, LP: gl.constexpr, KDA: gl.constexpr,
-          L2NORM: gl.constexpr, kl: gl.constexpr, cl: gl.constexpr):  # fmt: skip
+def weigh(k_base, g_base, count, g, later, q, k, base, K: gl.constexpr, KDA: gl.constexpr, L2NORM: gl.constexpr,
+          kl: gl.constexpr, cl: gl.constexpr):  # fmt: skip
     """Records base … base + PART - 1, newest first: raw k, decay to now, 1/norm, dot products with q̂ and k̂; and the
     sum of their gates and of those after them. `later`: that sum of the newer records. KDA; GDN has its weights.
     """
-    kcol = gl.arange(0, K, gl.SliceLayout(0, kl))
-    rec = base + PART - 1 - gl.arange(0, PART, gl.SliceLayout(1, kl))
-    k_raw = gl.load(k_base + rec[:, None] * K + kcol[None, :], mask=(rec < count)[:, None], other=0.0).to(gl.float32)
+    k_raw = blocks.load_ring_k(k_base + base * K, count - base, K, PART, kl).to(gl.float32)
     w = k_raw
     if KDA:
-        col = gl.arange(0, K, gl.SliceLayout(0, cl))
-        crec = base + PART - gl.arange(0, PART, gl.SliceLayout(1, cl))  # the record after
-        g_next = gl.load(g_base + crec[:, None] * K + col[None, :], mask=(crec < count)[:, None], other=0.0)
+        g_next = blocks.load_next_g(g_base + base * K, count - base, K, PART, cl)
         w = blocks.exp(gl.associative_scan(g_next, 0, blocks.add) + (g + later)[None, :])
         w = k_raw * gl.convert_layout(w, kl)
         later += gl.sum(g_next, 0)
@@ -119,7 +115,7 @@ def prepare(
     kcol = gl.arange(0, K, gl.SliceLayout(0, kl))
     vcol = gl.arange(0, CH, flat_layout(1))
     zero = gl.where(col >= 0, 0.0, 1.0)
-    part = PART - 1 - gl.arange(0, PART, gl.SliceLayout(1, kl))
+    part = blocks.newest_first(PART, gl.SliceLayout(1, kl))
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     n, hv, row0 = place(gl.where(first + WORKER * programs < items, first + WORKER * programs, first), HV, V, BV)
@@ -147,20 +143,18 @@ def prepare(
         else:
             x = gl.load(a + n * a_row + hv * a_head).to(gl.float32) + gl.load(dt_bias + hv).to(gl.float32)
         g = blocks.log_decay(x, rate, lower_bound, BOUNDED)
-        q_inv = blocks.inverse_norm(q, L2NORM) * scale
-        k_inv = blocks.inverse_norm(k, L2NORM)
-        q, k = q * q_inv, k * k_inv
-        kq = gl.sum(q * k, 0)
+        q_by, k_by, kq = blocks.norms(q, k, scale, L2NORM)
+        q, k = q * q_by, k * k_by
         cq, ck = (), ()
         k_base = k_ring + slot * k_slot + h * (L * K)
         g_base = g_ring + slot * g_slot + hv * (L * K if KDA else L)
-        q_dot = gl.load(q_ptr + kcol).to(gl.float32) * q_inv
-        k_dot = gl.load(k_ptr + kcol).to(gl.float32) * k_inv
+        q_dot = gl.load(q_ptr + kcol).to(gl.float32) * q_by
+        k_dot = gl.load(k_ptr + kcol).to(gl.float32) * k_by
         later = zero
         for p in gl.static_range(PARTS):
             base = LP - (p + 1) * PART
-            w, inv, dq, dk, later = weigh(k_base, g_base, count, g, later, q_dot, k_dot, base, K, LP, KDA, L2NORM,
-                                          kl, cl)  # fmt: skip
+            w, inv, dq, dk, later = weigh(k_base, g_base, count, g, later, q_dot, k_dot, base, K, KDA, L2NORM, kl,
+                                          cl)  # fmt: skip
             if not KDA:
                 decayed, total = blocks.head_decays(g_base, base + part, count, g, LP)
                 dq, dk, inv = dq * decayed, dk * decayed, inv * decayed
@@ -201,8 +195,8 @@ def prepare(
             for p in gl.static_range(PARTS):
                 base = LP - (p + 1) * PART
                 if PARTS > 1:  # what was computed above is gone
-                    w, inv, dq, dk, later = weigh(k_base, g_base, count, g, later, q_dot, k_dot, base, K, LP, KDA,
-                                                  L2NORM, kl, cl)  # fmt: skip
+                    w, inv, dq, dk, later = weigh(k_base, g_base, count, g, later, q_dot, k_dot, base, K, KDA, L2NORM,
+                                                  kl, cl)  # fmt: skip
                     if not KDA:
                         decayed, total = blocks.head_decays(g_base, base + part, count, g, LP)
                         inv = inv * decayed
