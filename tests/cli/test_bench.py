@@ -76,8 +76,7 @@ def test_json_file_has_the_documented_keys(cli, tmp_path):
 @pytest.mark.parametrize("least", [6, 7, None])
 def test_auto_is_the_route_of_the_policy(cli, monkeypatch, least):
     """1 and 3 rows of 2 heads: the replay row says what mode auto takes, with packed at 1.00."""
-    entry = policy.FromHeads(least, None)
-    monkeypatch.setitem(policy.FROM_HEADS, "cpu", {(False, 4): entry})
+    monkeypatch.setitem(policy.FROM_HEADS, "cpu", {(False, 4): {1: least}})
     result = decode(cli, "--json", "-")
     for row in result.json["rows"]:
         route = None

@@ -29,7 +29,7 @@ class Recorder:
     ("gluon", "portable", "taken"),
     [
         (Recorder("gluon"), Recorder("portable"), 0),
-        (Recorder("gluon", "K = 96"), Recorder("portable"), 1),
+        (Recorder("gluon", "K = 33"), Recorder("portable"), 1),
         (None, Recorder("portable"), 1),
     ],
 )
@@ -91,7 +91,7 @@ def test_the_real_modules_offer_what_is_taken_from_them():
             Recorder("gluon", lambda state: None if state.shape[-1] == 128 else f"K = {state.shape[-1]}"),
             Recorder("portable"),
             [
-                "decode and flush on cuda:0: gluon, or triton where gluon has no kernel (such as K = 96)",
+                "decode and flush on cuda:0: gluon, or triton where gluon has no kernel (such as K = 33)",
                 "conv update, materialize and cursors: triton; gluon has none of them",
             ],
         ),

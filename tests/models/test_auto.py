@@ -27,7 +27,7 @@ HEADS = {"gdn": 6, "kda": 3}  # of the tiny models
 
 
 def from_two_rows(monkeypatch):
-    table = {(kda, 4): policy.FromHeads(2 * HEADS["kda" if kda else "gdn"], None) for kda in (False, True)}
+    table = {(kda, 4): {1: 2 * HEADS["kda" if kda else "gdn"]} for kda in (False, True)}
     monkeypatch.setitem(policy.FROM_HEADS, "cpu", table)
 
 

@@ -19,7 +19,7 @@ from tests.decode_case import Pool, int32, layer
 @pytest.mark.parametrize("layers", [(), (3,)])
 def test_the_heads_of_a_launch_are_rows_by_value_heads(monkeypatch, is_kda, ring_len, dtype, layers):
     """The number of slots and of layers does not count. A fake tensor raises when its content is read."""
-    entry = policy.FromHeads(24, 48)
+    entry = {1: 24, 9: 48}
     monkeypatch.setitem(policy.FROM_HEADS, "cuda", {(is_kda, dtype.itemsize): entry})
     with FakeTensorMode():
         state = torch.empty(*layers, 100, 6, 20, 12, dtype=dtype, device="cuda")

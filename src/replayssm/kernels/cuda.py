@@ -126,7 +126,7 @@ def describe() -> list[str]:
     lines = []
     for i in range(torch.cuda.device_count()):
         try:
-            usual, odd = (torch.empty(1, 1, v, k, device=f"cuda:{i}") for v, k in ((128, 128), (192, 96)))
+            usual, odd = (torch.empty(1, 1, v, k, device=f"cuda:{i}") for v, k in ((128, 128), (7, 33)))
         except RuntimeError as error:  # a device that is full or broken, which is when one asks
             lines.append(f"cuda:{i} cannot be used: {str(error).partition(chr(10))[0]}")
             continue

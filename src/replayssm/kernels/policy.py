@@ -6,29 +6,23 @@ below some number of heads, and the table says from where on replay is at least 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Route = Literal["replay", "packed"]
 
-SHORT_RING = 8
+# Ring length -> fewest heads (rows × value heads) of a layer that decode by replay, None: packed however many. An entry
+# serves all lengths up to the next one: a shorter ring folds more often, from 9 on a step pays for more records.
+FromHeads = dict[int, int | None]
 
-
-class FromHeads(NamedTuple):
-    """Fewest heads (rows × value heads) of a layer that decode by replay; None: however many, packed."""
-
-    short: int | None  # rings of up to SHORT_RING
-    long: int | None  # longer rings
-
-
-# Device type -> (KDA, bytes of a state element) -> heads. A device that is not listed always replays.
-# Each number is the smallest batch measured at which replay won: K = V = 128, 32 value heads, rings of 8 and 16,
-# folds included, packed and replay by the best kernel for each, on an H200. Other GPUs are served by the same numbers.
+# Device type -> (KDA, bytes of a state element) -> FromHeads. A device that is not listed always replays.
+# Each number is a batch measured from which on replay won in every geometry of docs/benchmarks, folds included, packed
+# and replay by the best kernel for each, on an H200. Other GPUs are served by the same numbers.
 FROM_HEADS: dict[str, dict[tuple[bool, int], FromHeads]] = {
     "cuda": {
-        (False, 4): FromHeads(short=256, long=512),
-        (False, 2): FromHeads(short=256, long=2048),
-        (True, 4): FromHeads(short=256, long=2048),
-        (True, 2): FromHeads(short=512, long=None),
+        (False, 4): {1: None, 2: 256, 4: 256, 8: 256, 9: 256, 17: None},
+        (False, 2): {1: None, 2: 2048, 4: 512, 8: 512, 9: 2048, 17: None},
+        (True, 4): {1: None, 2: 512, 4: 256, 8: 256, 9: 512, 17: None},
+        (True, 2): {1: None, 2: 2048, 4: 2048, 8: 512, 9: None},
     },
 }
 
@@ -43,11 +37,11 @@ def decode_route(device_type: str, is_kda: bool, elem_bytes: int, heads: int, ri
         is_kda: decay per key channel instead of per head.
         elem_bytes: of one element of the state, 4 or 2.
         heads: rows × value heads of one launch.
-        ring_len: L.
+        ring_len: L, at least 1.
     """
     table = FROM_HEADS.get(device_type)
     if table is None:
         return "replay"
     entry = table[is_kda, elem_bytes]
-    least = entry.short if ring_len <= SHORT_RING else entry.long
+    least = entry[max(length for length in entry if length <= ring_len)]
     return "packed" if least is None or heads < least else "replay"

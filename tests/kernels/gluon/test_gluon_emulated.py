@@ -30,7 +30,13 @@ LAUNCHES = {
     "registers": dict(rows=32, chunk=32, warps=1),
     "registers, chunks": dict(rows=32, chunk=16, warps=1),
 }
-STAGED = dict(rows=32, chunk=16, warps=1, staged=True)  # packed decode only
+# Packed decode only.
+PACKED = {
+    "staged": dict(rows=32, chunk=16, warps=1, staged=True),
+    "whole": dict(rows=16, chunk=16, warps=1, whole=True),
+    "whole, chunks": dict(rows=32, chunk=16, warps=1, whole=True),
+    "whole, staged": dict(rows=32, chunk=16, warps=1, whole=True, staged=True),
+}
 # On the emulator's two multiprocessors: 2, 4 or 6 programs of several tiles.
 STREAMS = {
     "2 stages": dict(rows=16, chunk=16, warps=4, stages=2, per_sm=1),
@@ -61,6 +67,10 @@ def test_every_launch_shape_equals_the_oracle(backend, shape, kind):
         ("gdn", (1, 3, 32, 32), 2, {"io": BF16, "state_dtype": BF16}),
         ("kda-bounded", (2, 4, 32, 64), 4, {"l2norm": False}),
         ("kda", (1, 1, 64, 32), 18, {}),
+        ("gdn", (2, 4, 48, 96), 5, {}),
+        ("gdn-beta2", (1, 2, 96, 48), 2, {"io": BF16, "state_dtype": BF16}),
+        ("kda", (1, 2, 80, 32), 4, {"l2norm": False}),
+        ("kda-bounded", (2, 2, 48, 80), 9, {"io": FP16, "state_dtype": FP16}),
         ("kda", (1, 1, 32, 32), 4, {"io": BF16, "state_dtype": FP16}),
     ],
 )
@@ -114,9 +124,9 @@ def test_a_batch_without_live_rows_touches_nothing(backend, shape, rows):
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
-@pytest.mark.parametrize("shape", ["registers", "2 stages", "1 worker"])
-def test_nothing_leaks_from_what_a_row_does_not_own(backend, shape, kind):
-    lay, slots = layer(kind, (1, 2, 32, 32), 5), int32(3, 0, -1, 1, 5, -1)
+@pytest.mark.parametrize(("shape", "k_dim"), [("registers", 32), ("registers", 48), ("2 stages", 32), ("1 worker", 32)])
+def test_nothing_leaks_from_what_a_row_does_not_own(backend, shape, k_dim, kind):
+    lay, slots = layer(kind, (1, 2, k_dim, 32), 5), int32(3, 0, -1, 1, 5, -1)
     cursor, force = int32(4, 0, -9, 2, 3, 7), int32(0, 1, 1, 0, -1, 0)  # folds by length and by force, appends
     case.assert_nothing_leaks(backend, lay, slots, cursor, force, params=launch_of(backend, shape))
 
@@ -172,10 +182,11 @@ def test_without_flags_only_full_rings_fold(backend, shape):
         assert case.same(one, other)
 
 
+@pytest.mark.parametrize("dims", [(2, 6, 32, 64), (1, 2, 48, 96)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [LAUNCHES["registers, chunks"], STAGED], ids=["registers", "staged"])
-def test_packed_equals_the_oracle(backend, kind, shape):
-    case.packed(backend, layer(kind, (2, 6, 32, 64)), 3, strided=True, params=backend.Launch(**shape))
+@pytest.mark.parametrize("shape", [LAUNCHES["registers, chunks"], *PACKED.values()], ids=["registers", *PACKED])
+def test_packed_equals_the_oracle(backend, kind, shape, dims):
+    case.packed(backend, layer(kind, dims), 3, strided=True, params=backend.Launch(**shape))
 
 
 @pytest.mark.parametrize("op", ["packed", "registers", "2 stages"])
@@ -240,7 +251,8 @@ def test_gates_whose_heads_are_far_apart_are_copied(backend):
 
 def test_the_table_fits_every_geometry(backend):
     table = backend.launch
-    sizes = itertools.product((False, True), (2, 4), (1, 100, 5000), (32, 64, 128, 256), (32, 64, 128, 256))
+    dims = (32, 48, 64, 80, 96, 128, 192, 240, 256)
+    sizes = itertools.product((False, True), (2, 4), (1, 20, 100, 5000), dims, dims)
     for is_kda, size, heads, k_dim, v_dim in sizes:
         for p in (
             *(table.replay(is_kda, size, heads, v_dim, k_dim, length) for length in (1, 8, 17, 64)),
@@ -248,10 +260,11 @@ def test_the_table_fits_every_geometry(backend):
             table.fold(size, v_dim, k_dim, 16),
         ):
             assert v_dim % p.rows == 0 == p.rows % p.chunk
-            lanes_v = 32 // min(8, k_dim * size // 16)
-            assert p.chunk % (lanes_v * p.warps) == 0
+            lanes_k = 32 if isinstance(p, backend.Launch) and p.whole else 8
+            k_pad = table.padded(k_dim)
+            assert p.chunk % (32 // min(lanes_k, k_pad * size // 16) * p.warps) == 0
             if isinstance(p, backend.Launch):
-                assert not p.staged or p.rows * k_dim * size <= 96 * 1024
+                assert not p.staged or p.rows * k_pad * size <= 96 * 1024
 
 
 @pytest.mark.parametrize("name", ["REPLAY", "REPLAY_LONG", "PACKED"])
@@ -263,7 +276,7 @@ def test_every_case_of_the_table_ends_without_a_limit(backend, name):
 
 
 def test_supports_names_the_reason(backend):
-    lay = layer("gdn", (1, 2, 48, 32))
-    assert "K = 48" in backend.supports(lay.state(1))
+    for dims, text in (((1, 2, 40, 32), "K = 40"), ((1, 2, 32, 24), "V = 24"), ((1, 1, 16, 32), "K = 16")):
+        assert text in backend.supports(layer("gdn", dims).state(1))
     lay = layer("gdn", (1, 2, 32, 32))
     assert "cpu" in backend.supports(lay.state(1))

@@ -86,6 +86,9 @@ GEOMETRIES = [
     ("kda", (1, 3, 128, 128), 32, {"strided": True}),
     ("kda-bounded", (2, 6, 128, 128), 13, {"io": FP32, "state_dtype": FP16, "strided": True}),
     ("gdn", (2, 6, 64, 128), 16, {"io": FP16, "state_dtype": BF16}),
+    ("gdn-beta2", (5, 5, 96, 192), 8, {"strided": True}),
+    ("kda", (2, 6, 80, 48), 16, {"io": BF16, "state_dtype": BF16, "strided": True}),
+    ("kda-bounded", (3, 3, 208, 112), 5, {"io": BF16, "state_dtype": FP16}),
     ("gdn", (2, 2, 256, 256), 8, {"io": BF16, "state_dtype": FP16, "l2norm": False}),
 ]
 

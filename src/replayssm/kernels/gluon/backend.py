@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import lcm
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from replayssm.kernels.gluon.packed import packed
 from replayssm.kernels.gluon.stream import replay_stream
 
 _GLUON_TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_POWERS = (32, 64, 128, 256)
+_LEAST, _MOST, _PIECE = 32, 256, 16  # K and V
 
 
 def supports(initial_state: Tensor) -> str | None:
     """Why these kernels cannot take a call on such a state, or None when they can."""
     slots, _, v_dim, k_dim = initial_state.shape[-4:]
-    if k_dim not in _POWERS or v_dim not in _POWERS:
-        return f"K = {k_dim}, V = {v_dim}; both must be one of {_POWERS}"
+    if not all(_LEAST <= dim <= _MOST and dim % _PIECE == 0 for dim in (k_dim, v_dim)):
+        return f"K = {k_dim}, V = {v_dim}; both must be multiples of {_PIECE} from {_LEAST} to {_MOST}"
     if not initial_state.is_cuda:
         return f"the state is on {initial_state.device.type}, not on a CUDA device"
     if torch.version.hip is not None:
@@ -35,8 +36,9 @@ def supports(initial_state: Tensor) -> str | None:
     if major not in (9, 10):  # the others have less shared memory a multiprocessor than the table assumes
         return f"compute capability {major}.{minor}; the launch table is for 9.x and 10.x"
     step = initial_state.stride(-4)
-    if step % max(16, k_dim):  # whole rows of K, and 16-byte copies that the compiler can prove to be aligned
-        return f"slot stride {step} of the state is no multiple of {max(16, k_dim)}"
+    whole = lcm(_PIECE, k_dim)  # whole rows of K, and 16-byte copies that the compiler can prove to be aligned
+    if step % whole:
+        return f"slot stride {step} of the state is no multiple of {whole}"
     if initial_state.data_ptr() % 16:
         return "the state is not aligned to 16 bytes"
     if slots == 0:
@@ -86,16 +88,17 @@ def replay_decode(
         out.stride(0), initial_state.stride(0), d_cache.stride(0), k_cache.stride(0), g_cache.stride(0),
     )  # fmt: skip
     sizes = dict(
-        H=h, HV=hv, K=k_dim, V=v_dim, L=length, LP=launch.padded(length), KDA=is_kda, BOUNDED=lower_bound is not None,
-        L2NORM=use_qk_l2norm_in_kernel, FORCE=force is not None,
+        H=h, HV=hv, K=k_dim, V=v_dim, L=length, LP=launch.padded(length, 8), KDA=is_kda,
+        BOUNDED=lower_bound is not None, L2NORM=use_qk_l2norm_in_kernel, FORCE=force is not None,
     )  # fmt: skip
     with torch.cuda.device(initial_state.device):
         if isinstance(params, Stream):
             _stream(params, tensors, (bound, beta_scale), strides, sizes)
         else:
             replay_fused[(rows * hv * (v_dim // params.rows),)](
-                *tensors, bound, beta_scale, *strides, **sizes, **params.constants, **params.options
-            )
+                *tensors, bound, beta_scale, *strides, **sizes, KP=launch.padded(k_dim), **params.constants,
+                **params.options,
+            )  # fmt: skip
 
 
 def packed_decode(
@@ -128,12 +131,13 @@ def packed_decode(
         out.stride(0), initial_state.stride(0),
     )  # fmt: skip
     sizes: dict[str, Any] = dict(
-        H=h, HV=hv, K=k_dim, V=v_dim, KDA=is_kda, BOUNDED=lower_bound is not None, L2NORM=use_qk_l2norm_in_kernel
-    )
+        H=h, HV=hv, K=k_dim, KP=launch.padded(k_dim), V=v_dim, KDA=is_kda, BOUNDED=lower_bound is not None,
+        L2NORM=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
     with torch.cuda.device(initial_state.device):
         packed[(rows * hv * (v_dim // params.rows),)](
             mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, slots, bound, beta_scale, *strides, **sizes,
-            **params.constants, STAGED=params.staged, **params.options,
+            **params.constants, WHOLE=params.whole, STAGED=params.staged, **params.options,
         )  # fmt: skip
 
 
@@ -156,9 +160,9 @@ def flush(
     with torch.cuda.device(initial_state.device):
         fold_rows[(layers * rows * hv * (v_dim // params.chunk),)](
             *pools, ssm_state_indices.contiguous(), write_pos.contiguous(), rows, *[p.stride(lead) for p in pools],
-            *[p.stride(0) if lead else 0 for p in pools], H=k_cache.shape[-3], HV=hv, K=k_dim, V=v_dim, L=length,
-            LP=launch.padded(length), KDA=g_cache.ndim == d_cache.ndim, L2NORM=use_qk_l2norm_in_kernel,
-            BV=params.chunk, NW=params.warps, num_warps=params.warps, **launch.FUSED,
+            *[p.stride(0) if lead else 0 for p in pools], H=k_cache.shape[-3], HV=hv, K=k_dim, KP=launch.padded(k_dim),
+            V=v_dim, L=length, LP=launch.padded(length, 8), KDA=g_cache.ndim == d_cache.ndim,
+            L2NORM=use_qk_l2norm_in_kernel, BV=params.chunk, NW=params.warps, num_warps=params.warps, **launch.FUSED,
         )  # fmt: skip
 
 

@@ -102,19 +102,42 @@ def newest_first(LP: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def load_ring_k(k_ring, count, K: gl.constexpr, LP: gl.constexpr, kl: gl.constexpr):
-    """Raw k of the records [LP, K], newest first, zero at or past `count`; dead rows are never read."""
-    row = newest_first(LP, gl.SliceLayout(1, kl))
-    col = gl.arange(0, K, gl.SliceLayout(0, kl))
-    return gl.load(k_ring + row[:, None] * K + col[None, :], mask=(row < count)[:, None], other=0.0)
+def load_columns(pointers, col, K: gl.constexpr, KP: gl.constexpr):
+    """What is stored of a tile or vector over K; zero in columns K … KP-1, which only pad it to a power of two."""
+    if K == KP:
+        return gl.load(pointers)
+    else:
+        return gl.load(pointers, mask=col < K, other=0.0)
 
 
 @gluon.jit
-def load_next_g(g_ring, count, K: gl.constexpr, LP: gl.constexpr, kl: gl.constexpr):
-    """KDA gates shifted by one record: the row of j holds g of record j + 1, zero at or past `count`. [LP, K]"""
-    row = newest_first(LP, gl.SliceLayout(1, kl)) + 1
-    col = gl.arange(0, K, gl.SliceLayout(0, kl))
-    return gl.load(g_ring + row[:, None] * K + col[None, :], mask=(row < count)[:, None], other=0.0)
+def store_columns(pointers, value, col, K: gl.constexpr, KP: gl.constexpr):
+    """The counterpart of `load_columns`."""
+    if K == KP:
+        gl.store(pointers, value)
+    else:
+        gl.store(pointers, value, mask=col < K)
+
+
+@gluon.jit
+def _records(ring, row, count, K: gl.constexpr, KP: gl.constexpr, kl: gl.constexpr):
+    col = gl.arange(0, KP, gl.SliceLayout(0, kl))
+    there = (row < count)[:, None]
+    if K != KP:
+        there = there & (col < K)[None, :]
+    return gl.load(ring + row[:, None] * K + col[None, :], mask=there, other=0.0)
+
+
+@gluon.jit
+def load_ring_k(k_ring, count, K: gl.constexpr, KP: gl.constexpr, LP: gl.constexpr, kl: gl.constexpr):
+    """Raw k of the records [LP, KP], newest first, zero at or past `count`; dead rows are never read."""
+    return _records(k_ring, newest_first(LP, gl.SliceLayout(1, kl)), count, K, KP, kl)
+
+
+@gluon.jit
+def load_next_g(g_ring, count, K: gl.constexpr, KP: gl.constexpr, LP: gl.constexpr, kl: gl.constexpr):
+    """KDA gates shifted by one record: the row of j holds g of record j + 1, zero at or past `count`. [LP, KP]"""
+    return _records(g_ring, newest_first(LP, gl.SliceLayout(1, kl)) + 1, count, K, KP, kl)
 
 
 @gluon.jit
@@ -140,10 +163,10 @@ def head_decays(g_ring, row, count, g_now, LP: gl.constexpr):
 
 
 @gluon.jit
-def channel_decays(g_ring, g_next, count, g_now, K: gl.constexpr, LP: gl.constexpr, kl: gl.constexpr):
-    """KDA: decay from each record to now [LP, K], and from the checkpoint [K]. `g_next` as `load_next_g` gives it."""
-    col = gl.arange(0, K, gl.SliceLayout(0, kl))
-    first = gl.load(g_ring + col, mask=(col >= 0) & (count > 0), other=0.0)
+def channel_decays(g_ring, g_next, count, g_now, K: gl.constexpr, KP: gl.constexpr, kl: gl.constexpr):
+    """KDA: decay from each record to now [LP, KP], and from the checkpoint [KP]. `g_next` is that of `load_next_g`."""
+    col = gl.arange(0, KP, gl.SliceLayout(0, kl))
+    first = gl.load(g_ring + col, mask=(col < K) & (count > 0), other=0.0)
     tail = gl.associative_scan(g_next, 0, add)
     total = gl.sum(g_next, 0) + first + g_now
     return exp(tail + g_now[None, :]), exp(total)
@@ -162,20 +185,20 @@ def ring_dots(k_raw, weighted, q, k, L2NORM: gl.constexpr):
 
 @gluon.jit
 def stash_records(tile, weighted, inv, k_now, count, LP: gl.constexpr, kl: gl.constexpr):
-    """Write the records' weighted k̂ [LP, K] to shared memory, and k̂ of the current token as record `count`."""
+    """Write the records' weighted k̂ [LP, KP] to shared memory, and k̂ of the current token as record `count`."""
     row = newest_first(LP, gl.SliceLayout(1, kl))
     tile.store(gl.where((row == count)[:, None], k_now[None, :], weighted * inv[:, None]))
 
 
 @gluon.jit
-def weighted_records(k_ring, g_ring, count, K: gl.constexpr, LP: gl.constexpr, KDA: gl.constexpr,
+def weighted_records(k_ring, g_ring, count, K: gl.constexpr, KP: gl.constexpr, LP: gl.constexpr, KDA: gl.constexpr,
                      L2NORM: gl.constexpr, kl: gl.constexpr):  # fmt: skip
-    """w_j ∘ k̂_j of records 0 … count-1 [LP, K], and the decay of the checkpoint [K], decayed to the last record."""
-    k_raw = load_ring_k(k_ring, count, K, LP, kl).to(gl.float32)
-    zero = gl.arange(0, K, gl.SliceLayout(0, kl)) * 0.0
+    """w_j ∘ k̂_j of records 0 … count-1 [LP, KP], and the decay of the checkpoint [KP], decayed to the last record."""
+    k_raw = load_ring_k(k_ring, count, K, KP, LP, kl).to(gl.float32)
+    zero = gl.arange(0, KP, gl.SliceLayout(0, kl)) * 0.0
     if KDA:
-        g_next = load_next_g(g_ring, count, K, LP, kl)
-        w, decay = channel_decays(g_ring, g_next, count, zero, K, LP, kl)
+        g_next = load_next_g(g_ring, count, K, KP, LP, kl)
+        w, decay = channel_decays(g_ring, g_next, count, zero, K, KP, kl)
         weighted = k_raw * w
     else:
         w, total = head_decays(g_ring, newest_first(LP, gl.SliceLayout(1, kl)), count, 0.0, LP)
@@ -190,7 +213,7 @@ def weighted_records(k_ring, g_ring, count, K: gl.constexpr, LP: gl.constexpr, K
 def fold_fma(s, rows, d_rows, d_now, count, V: gl.constexpr, LP: gl.constexpr, blk: gl.constexpr):
     """s + Σ_{j<count} d_j (w_j ∘ k̂_j)ᵀ + d_now k̂ᵀ in fp32 on a register tile.
 
-    rows: shared [LP, 1, K] from `stash_records`; d_rows: pointers [BV] to record 0.
+    rows: shared [LP, 1, KP] from `stash_records`; d_rows: pointers [BV] to record 0.
     """
     for j in range(count):
         d = gl.load(d_rows + j * V)

@@ -24,15 +24,15 @@ from replayssm.kernels.gluon.layouts import (
 def replay_fused(
     qkv, a, b, A_log, dt_bias, scale, state, d_ring, k_ring, g_ring, out, slots, write_pos, force, lower_bound,
     beta_scale, qkv_row, a_row, a_head, a_chan, b_row, b_head, out_row, state_slot, d_slot, k_slot, g_slot,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, L: gl.constexpr, LP: gl.constexpr,
-    KDA: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, FORCE: gl.constexpr, BV: gl.constexpr,
-    CH: gl.constexpr, NW: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, KP: gl.constexpr, V: gl.constexpr, L: gl.constexpr,
+    LP: gl.constexpr, KDA: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, FORCE: gl.constexpr,
+    BV: gl.constexpr, CH: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """See `backend.replay_decode`. `LP`: L rounded up to a power of two, at least 8."""
+    """See `backend.replay_decode`. `KP` and `LP`: K and L rounded up to a power of two, L to 8 at least."""
     ELEM: gl.constexpr = state.dtype.element_ty.primitive_bitwidth // 8
-    blk: gl.constexpr = state_layout(CH, K, ELEM, NW)
-    dlay: gl.constexpr = ring_d_layout(CH, K, ELEM, NW)
-    kl: gl.constexpr = ring_k_layout(LP, K, NW)
+    blk: gl.constexpr = state_layout(CH, KP, ELEM, NW)
+    dlay: gl.constexpr = ring_d_layout(CH, KP, ELEM, NW)
+    kl: gl.constexpr = ring_k_layout(LP, KP, NW)
     vrow: gl.constexpr = gl.SliceLayout(1, blk)
     tcol: gl.constexpr = gl.SliceLayout(0, blk)
     kcol: gl.constexpr = gl.SliceLayout(0, kl)
@@ -41,7 +41,7 @@ def replay_fused(
     CHUNKS: gl.constexpr = BV // CH
     R: gl.constexpr = HV // H
     VEC: gl.constexpr = 16 // ELEM
-    LANES: gl.constexpr = min(8, K // VEC)
+    LANES: gl.constexpr = min(8, KP // VEC)
 
     gdc_wait()  # before anything of earlier kernels is read or written
     pid = gl.program_id(0)
@@ -57,21 +57,21 @@ def replay_fused(
             gl.store(out_ptr + c * CH, gl.full([CH], 0.0, out.dtype.element_ty, vrow))
         return
 
-    ok = gl.arange(0, K, tcol)
+    ok = gl.arange(0, KP, tcol)
     s_ptr = state + (slot * state_slot + hv * (V * K)) + (ov[:, None] * K + ok[None, :])
-    s_next = gl.load(s_ptr)
+    s_next = blocks.load_columns(s_ptr, ok[None, :], K, KP)
     wp = gl.load(write_pos + n)
     flush = wp == L - 1
     if FORCE:
         flush = flush | (gl.load(force + n) != 0)
 
-    okk = gl.arange(0, K, kcol)
+    okk = gl.arange(0, KP, kcol)
     k_base = k_ring + slot * k_slot + h * (L * K)
     d_base = d_ring + slot * d_slot + hv * (L * V)
     g_base = g_ring + slot * g_slot + hv * (L * K if KDA else L)
-    k_raw = blocks.load_ring_k(k_base, wp, K, LP, kl)
+    k_raw = blocks.load_ring_k(k_base, wp, K, KP, LP, kl)
     if KDA:
-        g_next = blocks.load_next_g(g_base, wp, K, LP, kl)
+        g_next = blocks.load_next_g(g_base, wp, K, KP, LP, kl)
     row_ptr = qkv + n * qkv_row
     v_ptr = row_ptr + 2 * H * K + hv * V + ov
     rec = blocks.newest_first(LP, drec)
@@ -83,9 +83,10 @@ def replay_fused(
         v = v + (gl.load(v_ptr + c * CH),)
     q_ptr = row_ptr + h * K
     k_ptr = row_ptr + (H + h) * K
-    k_own = gl.load(k_ptr + okk)
-    qk, kk = gl.load(q_ptr + okk).to(gl.float32), k_own.to(gl.float32)
-    qt, kt = gl.load(q_ptr + ok).to(gl.float32), gl.load(k_ptr + ok).to(gl.float32)
+    k_own = blocks.load_columns(k_ptr + okk, okk, K, KP)
+    qk, kk = blocks.load_columns(q_ptr + okk, okk, K, KP).to(gl.float32), k_own.to(gl.float32)
+    qt = blocks.load_columns(q_ptr + ok, ok, K, KP).to(gl.float32)
+    kt = blocks.load_columns(k_ptr + ok, ok, K, KP).to(gl.float32)
 
     rate = blocks.decay_rate(gl.load(A_log + hv))
     beta = beta_scale * blocks.sigmoid(gl.load(b + n * b_row + hv * b_head).to(gl.float32))
@@ -95,10 +96,10 @@ def replay_fused(
 
     k_raw = k_raw.to(gl.float32)
     if KDA:
-        x = gl.load(a + n * a_row + hv * a_head + okk * a_chan).to(gl.float32)
-        x += gl.load(dt_bias + hv * K + okk).to(gl.float32)
+        x = blocks.load_columns(a + n * a_row + hv * a_head + okk * a_chan, okk, K, KP).to(gl.float32)
+        x += blocks.load_columns(dt_bias + hv * K + okk, okk, K, KP).to(gl.float32)
         g = blocks.log_decay(x, rate, lower_bound, BOUNDED)
-        w, total = blocks.channel_decays(g_base, g_next, wp, g, K, LP, kl)
+        w, total = blocks.channel_decays(g_base, g_next, wp, g, K, KP, kl)
         weighted = k_raw * w
         inv, cq, ck = blocks.ring_dots(k_raw, weighted, qk, kk, L2NORM)
         decay = gl.convert_layout(total, tcol)
@@ -113,22 +114,25 @@ def replay_fused(
         cq, ck, inv = cq * w, ck * w, inv * w
         q_by, k_by = q_by * decay, k_by * decay
         g_ptr = g_base + wp
-    tile = gl.allocate_shared_memory(gl.float32, [LP, K], row_major())
+    tile = gl.allocate_shared_memory(gl.float32, [LP, KP], row_major())
     if flush:
         blocks.stash_records(tile, weighted, inv, kk, wp, LP, kl)
     cq = gl.convert_layout(cq, drec)
     ck = gl.convert_layout(ck, drec)
     if flush == 0:
         if row0 == 0:
-            gl.store(g_ptr, g)
+            if KDA:
+                blocks.store_columns(g_ptr, g, okk, K, KP)
+            else:
+                gl.store(g_ptr, g)
             if hv % R == 0:
-                gl.store(k_base + wp * K + okk, k_own)
+                blocks.store_columns(k_base + wp * K + okk, k_own, okk, K, KP)
 
     for c in gl.static_range(CHUNKS):
         at = c * CH
         s = s_next.to(gl.float32)
         if c + 1 < CHUNKS:
-            s_next = gl.load(s_ptr + (at + CH) * K)
+            s_next = blocks.load_columns(s_ptr + (at + CH) * K, ok[None, :], K, KP)
         sq = q_by * gl.convert_layout(blocks.lane_sums(s * qt[None, :], LANES, VEC), dlay, assert_trivial=True)
         sk = k_by * gl.convert_layout(blocks.lane_sums(s * kt[None, :], LANES, VEC), dlay, assert_trivial=True)
         sq += gl.convert_layout(blocks.lane_sums(dr[c] * cq[None, :], LANES, 1), dlay, assert_trivial=True)
@@ -142,6 +146,6 @@ def replay_fused(
             gl.store(d_ptr + wp * V, d)
         else:
             s = s * (decay[None, :] if KDA else decay)
-            rows = as_rows(tile, LP, K)
+            rows = as_rows(tile, LP, KP)
             s = blocks.fold_fma(s, rows, d_ptr, d, wp, V, LP, blk)
-            gl.store(s_ptr + at * K, blocks.to_state(s, state.dtype.element_ty))
+            blocks.store_columns(s_ptr + at * K, blocks.to_state(s, state.dtype.element_ty), ok[None, :], K, KP)

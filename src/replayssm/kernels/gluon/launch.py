@@ -9,23 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
-def padded(length: int) -> int:
-    """The ring length that a kernel's tiles have."""
-    return max(8, 1 << (length - 1).bit_length())
+def padded(size: int, least: int = 1) -> int:
+    """The size that a kernel's tiles have."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Launch:
     """`fused` or `packed`: a program for every tile.
 
-    rows: rows of V that a program serves (BV); chunk: rows handled at once (CH); warps: per program; staged: state
-    by way of shared memory (`packed` only); maxnreg: register cap.
+    rows: rows of V that a program serves (BV); chunk: rows handled at once (CH); warps: per program; maxnreg: register
+    cap. `packed` only: whole: a warp reads and writes whole rows; staged: state by way of shared memory.
     """
 
     rows: int
     chunk: int
     warps: int
     staged: bool = False
+    whole: bool = False
     maxnreg: int | None = None
 
     def fit(self, v_dim: int, k_dim: int, elem_bytes: int, ring_len: int) -> Launch:
@@ -33,11 +34,12 @@ class Launch:
 
         A register cap was measured for K <= 128 and L <= 16; beyond, it would spill.
         """
-        rows, warps = min(self.rows, v_dim), self.warps
+        rows, warps, k_dim = min(self.rows, v_dim & -v_dim), self.warps, padded(k_dim)
         while self.staged and rows > 16 and rows * k_dim * elem_bytes > 96 * 1024:
             rows //= 2
-        lanes_v = 32 // min(8, k_dim * elem_bytes // 16)
-        chunk = min(self.chunk, rows)
+        lanes_v = 32 // min(32 if self.whole else 8, k_dim * elem_bytes // 16)
+        rows = max(rows, lanes_v)
+        chunk = max(min(self.chunk, rows), lanes_v)
         if not self.staged and chunk * k_dim > 128 * 32 * warps:
             chunk = max(lanes_v * warps, 128 * 32 * warps // k_dim)
         while warps > 1 and chunk < lanes_v * warps:
@@ -104,9 +106,9 @@ _DIRECT_4 = Launch(64, 64, 4, maxnreg=168)
 _DIRECT_2 = Launch(64, 64, 4, maxnreg=128)
 REPLAY: Table = {
     (False, 4): ((1536, _DIRECT_4), (None, Stream(64, 64, 4, 2, 2))),
-    (False, 2): ((3072, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2))),
+    (False, 2): ((2048, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2))),
     (True, 4): ((1536, _DIRECT_4), (None, Stream(64, 64, 4, 2, 2, worker_regs=112))),
-    (True, 2): ((3072, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2, workers=1))),
+    (True, 2): ((2048, _DIRECT_2), (None, Stream(128, 64, 4, 2, 2, workers=1))),
 }
 # A stream prepares rings of up to 8 records in one piece; longer ones keep it waiting, and these are faster.
 # KDA goes without a register cap there: its weights would spill.
@@ -118,15 +120,24 @@ REPLAY_LONG: Table = {
 }
 STREAM_DIM, STREAM_RING = 128, 8
 
+_WHOLE_8 = Launch(8, 8, 1, whole=True)
 PACKED: Table = {
-    (False, 4): ((64, Launch(16, 16, 1)), (None, Launch(64, 16, 4, staged=True))),
-    (False, 2): ((64, Launch(64, 64, 4)), (None, Launch(128, 32, 4, staged=True))),
-    (True, 4): (
-        (64, Launch(64, 64, 4)),
-        (1024, Launch(16, 16, 1)),
-        (None, Launch(64, 16, 4, staged=True)),
+    (False, 4): (
+        (64, Launch(8, 8, 2, whole=True)),
+        (4096, _WHOLE_8),
+        (None, Launch(16, 16, 1, whole=True)),
     ),
-    (True, 2): ((64, Launch(64, 64, 4)), (None, Launch(64, 16, 4, staged=True))),
+    (False, 2): ((None, _WHOLE_8),),
+    (True, 4): (
+        (64, Launch(8, 8, 2, whole=True)),
+        (1024, Launch(16, 8, 1, whole=True)),
+        (None, Launch(16, 16, 2, whole=True)),
+    ),
+    (True, 2): (
+        (64, Launch(4, 4, 1, whole=True)),
+        (1024, Launch(64, 16, 4, staged=True)),
+        (None, Launch(16, 8, 1, whole=True, staged=True)),
+    ),
 }
 
 

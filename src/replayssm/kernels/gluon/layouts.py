@@ -28,6 +28,16 @@ def state_layout(rows, k_dim, elem_bytes, warps):
 
 
 @gluon.constexpr_function
+def whole_row_layout(rows, k_dim, elem_bytes, warps):
+    """[BV, K] tile of the checkpoint, as many lanes along K as a row needs."""
+    vec = 16 // elem_bytes
+    lanes_k = min(32, k_dim // vec)
+    lanes_v = 32 // lanes_k
+    per_lane = max(1, min(4, rows // (lanes_v * warps)))
+    return gl.BlockedLayout([per_lane, vec], [lanes_v, lanes_k], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def ring_d_layout(rows, k_dim, elem_bytes, warps):
     """[BV, L] tile of d: rows as in `state_layout`, records across the lanes that share a row."""
     vec = 16 // elem_bytes

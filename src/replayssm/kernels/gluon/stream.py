@@ -84,10 +84,10 @@ def weigh(k_base, g_base, count, g, later, q, k, base, K: gl.constexpr, KDA: gl.
     """Records base … base + PART - 1, newest first: raw k, decay to now, 1/norm, dot products with q̂ and k̂; and the
     sum of their gates and of those after them. `later`: that sum of the newer records. KDA; GDN has its weights.
     """
-    k_raw = blocks.load_ring_k(k_base + base * K, count - base, K, PART, kl).to(gl.float32)
+    k_raw = blocks.load_ring_k(k_base + base * K, count - base, K, K, PART, kl).to(gl.float32)
     w = k_raw
     if KDA:
-        g_next = blocks.load_next_g(g_base + base * K, count - base, K, PART, cl)
+        g_next = blocks.load_next_g(g_base + base * K, count - base, K, K, PART, cl)
         w = blocks.exp(gl.associative_scan(g_next, 0, blocks.add) + (g + later)[None, :])
         w = k_raw * gl.convert_layout(w, kl)
         later += gl.sum(g_next, 0)
