@@ -99,7 +99,8 @@ FUSED: dict[str, Any] = dict(enable_fp_fusion=True)  # multiply-adds, whatever t
 _EARLY: dict[str, Any] = dict(launch_pdl=True, **FUSED)
 
 # (KDA, bytes of a state element) -> ((largest number of heads in the batch, row), ...); None: no limit.
-# Timed with K = V = 128 and 32 value heads at B = 8, 16, 32, 64 and 256; limits lie between. Packed: B = 1, 8, 64, 256.
+# Timed with K = V = 128 and 32 value heads at B = 8, 16, 32, 64 and 256, packed also at 1 (some at 2 and 4); limits lie
+# at a batch that was timed or between two.
 Table = dict[tuple[bool, int], tuple[tuple[int | None, Launch | Stream], ...]]
 
 _DIRECT_4 = Launch(64, 64, 4, maxnreg=168)
@@ -123,7 +124,7 @@ STREAM_DIM, STREAM_RING = 128, 8
 _WHOLE_8 = Launch(8, 8, 1, whole=True)
 PACKED: Table = {
     (False, 4): (
-        (64, Launch(8, 8, 2, whole=True)),
+        (128, Launch(8, 8, 2, whole=True)),
         (4096, _WHOLE_8),
         (None, Launch(16, 16, 1, whole=True)),
     ),
@@ -134,7 +135,7 @@ PACKED: Table = {
         (None, Launch(16, 16, 2, whole=True)),
     ),
     (True, 2): (
-        (64, Launch(4, 4, 1, whole=True)),
+        (128, Launch(32, 32, 4)),
         (1024, Launch(64, 16, 4, staged=True)),
         (None, Launch(16, 8, 1, whole=True, staged=True)),
     ),
