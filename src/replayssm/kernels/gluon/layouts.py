@@ -18,20 +18,10 @@ _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "rein
 
 
 @gluon.constexpr_function
-def state_layout(rows, k_dim, elem_bytes, warps):
-    """[BV, K] tile of the checkpoint."""
+def state_layout(rows, k_dim, elem_bytes, warps, most_lanes=8):
+    """[BV, K] tile of the checkpoint. most_lanes: along K; 32 let a warp touch whole rows."""
     vec = 16 // elem_bytes
-    lanes_k = min(8, k_dim // vec)
-    lanes_v = 32 // lanes_k
-    per_lane = max(1, min(4, rows // (lanes_v * warps)))
-    return gl.BlockedLayout([per_lane, vec], [lanes_v, lanes_k], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def whole_row_layout(rows, k_dim, elem_bytes, warps):
-    """[BV, K] tile of the checkpoint, as many lanes along K as a row needs."""
-    vec = 16 // elem_bytes
-    lanes_k = min(32, k_dim // vec)
+    lanes_k = min(most_lanes, k_dim // vec)
     lanes_v = 32 // lanes_k
     per_lane = max(1, min(4, rows // (lanes_v * warps)))
     return gl.BlockedLayout([per_lane, vec], [lanes_v, lanes_k], [warps, 1], [1, 0])

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
 from replayssm.kernels.gluon import blocks
-from replayssm.kernels.gluon.layouts import copy_to_shared, ring_k_layout, row_major, state_layout, whole_row_layout
+from replayssm.kernels.gluon.layouts import copy_to_shared, ring_k_layout, row_major, state_layout
 
 
 @gluon.jit
@@ -24,7 +24,7 @@ def packed(
 ):  # fmt: skip
     """See `backend.packed_decode`."""
     ELEM: gl.constexpr = state.dtype.element_ty.primitive_bitwidth // 8
-    blk: gl.constexpr = whole_row_layout(CH, KP, ELEM, NW) if WHOLE else state_layout(CH, KP, ELEM, NW)
+    blk: gl.constexpr = state_layout(CH, KP, ELEM, NW, 32 if WHOLE else 8)
     vrow: gl.constexpr = gl.SliceLayout(1, blk)
     tcol: gl.constexpr = gl.SliceLayout(0, blk)
     # Gates are costly, so each thread has others where the tile's layout would give all warps the same.
