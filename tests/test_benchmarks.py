@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from replayssm.bench.timing import MAX_COPIES
 from replayssm.kernels.policy import decode_route
 from replayssm.spec import DTYPE_BYTES
 
@@ -53,11 +55,13 @@ def test_a_result_can_be_reproduced_and_was_checked(path):
     assert result["device"]["name"]
     assert {"torch", "triton", "python"} <= set(result["versions"])
     assert result["command"].startswith("replayssm bench decode ")
-    assert not any(word.startswith("/") for word in result["command"].split()), "a path of one machine"
+    assert not re.search(r"(^|[\s=])[/~]", result["command"]), "a path of one machine"
     for row in result["rows"]:
         assert row["status"] == "ok", row
         assert row["check"]["output"] <= row["check"]["output_limit"]
         assert row["check"]["state"] <= row["check"]["state_limit"]
+        assert row["graph"]
+        assert row["working_set"] > 3 * result["device"]["l2_bytes"] or row["copies"] == MAX_COPIES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -15,8 +15,9 @@ Route = Literal["replay", "packed"]
 FromHeads = dict[int, int | None]
 
 # Device type -> (KDA, bytes of a state element) -> FromHeads. A device that is not listed always replays.
-# Each number is a batch measured from which on replay won in every geometry of docs/benchmarks, folds included, packed
-# and replay by the best kernel for each, on an H200. Other GPUs are served by the same numbers.
+# Each number is a batch measured from which on replay was at least level, folds included, packed and replay by the best
+# kernel for each, on an H200: rings of 8 in every geometry of docs/benchmarks, others with 32 heads of 128 × 128. Other
+# GPUs are served by the same numbers.
 FROM_HEADS: dict[str, dict[tuple[bool, int], FromHeads]] = {
     "cuda": {
         (False, 4): {1: None, 2: 256, 4: 256, 8: 256, 9: 256, 17: None},

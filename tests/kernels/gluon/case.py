@@ -125,12 +125,14 @@ class Moment(NamedTuple):
     pools: list[Tensor]
     fill: float
 
-    def step(self, backend: Any, **options: Any) -> list[Tensor]:
-        """The output and the pools after it."""
+    def step(self, backend: Any, op: str = "replay", **options: Any) -> list[Tensor]:
+        """The output and the pools after it; `packed` has no rings."""
         out, pools = torch.full_like(self.lay.empty_out(len(self.slots)), self.fill), [x.clone() for x in self.pools]
         out = out.to(self.slots.device)
-        backend.replay_decode(
-            *self.inputs, *constants(self.lay, str(out.device)), *pools, out, self.slots, self.cursor, self.force,
+        rings, cursors = (pools[1:], (self.cursor, self.force)) if op == "replay" else ((), ())
+        decode = backend.replay_decode if op == "replay" else backend.packed_decode
+        decode(
+            *self.inputs, *constants(self.lay, str(out.device)), pools[0], *rings, out, self.slots, *cursors,
             *gate(self.lay), **options,
         )  # fmt: skip
         return [out, *pools]
@@ -170,7 +172,8 @@ def assert_nothing_leaks(
     clean = moment(*args, poison=0.0).step(backend, **options)
     assert not clean[0][padding].any(), "a padding row must be zero"
     folds = (force != 0) | (cursor == lay.ring_len - 1)
-    dead = dead_records(lay, slots, cursor + (~folds).int(), len(clean[1]))
+    appended = 0 if options.get("op") == "packed" else (~folds).int()
+    dead = dead_records(lay, slots, cursor + appended, len(clean[1]))
     for poison in (NAN, float("inf"), NAN):
         got = moment(*args, poison=poison).step(backend, **options)
         for out in (got, clean):

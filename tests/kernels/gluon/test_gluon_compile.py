@@ -101,6 +101,29 @@ def test_fold(is_kda, state):
     check(*build("fold", is_kda, state, 16), launch.fold(state.itemsize, 128, 128, 16))
 
 
+PADDED = [
+    (("gdn-beta2", (30, 30, 96, 192)), FP32),
+    (("gdn-beta2", (30, 30, 96, 192)), BF16),
+    (("kda", (2, 2, 80, 48)), BF16),
+]
+
+
+@pytest.mark.parametrize(("heads", "state"), PADDED, ids=str)
+def test_padded_heads(monkeypatch, heads, state):
+    """Whole 16-byte pieces, no local memory without a cap; a staged row copies asynchronously."""
+    is_kda = heads[0] == "kda"
+    monkeypatch.setitem(HEADS, is_kda, heads)
+    for op in ("replay", "packed", "fold"):
+        kernel, used = build(op, is_kda, state, 8)
+        assert used.spilled <= SPARE_BYTES
+        assert "st.global.v4.b32" in kernel.asm["ptx"]
+    _, v_dim, k_dim = heads[1][1:]
+    staged = next(row for _, row in launch.PACKED[True, 2] if row.staged).fit(v_dim, k_dim, state.itemsize, 1)
+    kernel, used = build("packed", is_kda, state, 1, staged)
+    assert not used.spilled
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+
+
 def test_a_state_of_fp16():
     """With fp16 activations; the rows are those of bf16."""
     row = launch.replay(True, 2, 8192, 128, 128, 8)

@@ -1,12 +1,14 @@
 """The kernels' indices, masks, formulas and barriers, run by `emulator` on the CPU: every kind and launch shape."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from replayssm import reference
-from tests.decode_case import KINDS, Tokens, int32, layer
+from tests import tolerance
+from tests.decode_case import KINDS, Pool, Tokens, int32, layer
 from tests.kernels.gluon import case, tasks
 from tests.kernels.gluon.emulator import emulated
 
@@ -129,6 +131,35 @@ def test_nothing_leaks_from_what_a_row_does_not_own(backend, shape, k_dim, kind)
     lay, slots = layer(kind, (1, 2, k_dim, 32), 5), int32(3, 0, -1, 1, 5, -1)
     cursor, force = int32(4, 0, -9, 2, 3, 7), int32(0, 1, 1, 0, -1, 0)  # folds by length and by force, appends
     case.assert_nothing_leaks(backend, lay, slots, cursor, force, params=launch_of(backend, shape))
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize(("shape", "k_dim"), [("staged", 32), ("whole", 48), ("whole, staged", 48)])
+def test_nothing_leaks_into_packed_decode(backend, shape, k_dim, kind):
+    lay, slots = layer(kind, (1, 2, k_dim, 32), 5), int32(3, 0, -1, 1, 5, -1)
+    still = torch.zeros(6).int()
+    params = backend.Launch(**PACKED[shape])
+    case.assert_nothing_leaks(backend, lay, slots, still, still, op="packed", params=params)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_padded_columns_of_the_last_slot_are_not_read(backend, kind):
+    """Behind them is no memory of ours. By chunks, and by a flush with part of a ring."""
+    lay, slots = layer(kind, (1, 2, 48, 32), 4), int32(1, 0)
+    pools, tokens = Pool(lay, 2), lay.tokens(6, 2)
+    state = lay.state(2)
+    pools.place(slots, state)
+    cursor, outs, params = torch.zeros(2).int(), [], launch_of(backend, "registers, chunks")
+    for t in range(6):
+        out = lay.empty_out(2)
+        args = (*tokens[t], *case.constants(lay, "cpu"), *pools.tensors, out, slots, cursor, None)
+        backend.replay_decode(*args, *case.gate(lay), params=params)
+        cursor = (cursor + 1) % 4
+        outs.append(out[:, 0])
+    backend.flush(*pools.tensors, slots, cursor, lay.l2norm)
+    want, final = lay.serial(state, tokens)
+    tolerance.assert_close(torch.stack(outs), want, tolerance.output(48, 4, FP32), "output")
+    tolerance.assert_close(pools.initial_state[slots.long()], final, tolerance.state(48, 4, FP32, 1), "state")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,3 +311,31 @@ def test_supports_names_the_reason(backend):
         assert text in backend.supports(layer("gdn", dims).state(1))
     lay = layer("gdn", (1, 2, 32, 32))
     assert "cpu" in backend.supports(lay.state(1))
+
+
+@pytest.mark.parametrize(
+    ("slots", "stride", "address", "capability", "said"),
+    [
+        (4, 6144, 256, (9, 0), None),
+        (4, 6160, 256, (10, 3), None),  # no multiple of K, which only a stream needs
+        (4, 6152, 256, (9, 0), "slot stride 6152"),
+        (4, 6144, 264, (9, 0), "not aligned"),
+        (0, 6144, 256, (9, 0), "no slots"),
+        (4, 6144, 256, (8, 0), "capability 8.0"),
+    ],
+)
+def test_supports_looks_at_memory_and_device(backend, monkeypatch, slots, stride, address, capability, said):
+    state = SimpleNamespace(
+        shape=(slots, 2, 32, 96), is_cuda=True, device=torch.device("cuda"), stride=lambda axis: stride,
+        data_ptr=lambda: address,
+    )  # fmt: skip
+    monkeypatch.setattr(backend.torch.version, "hip", None)
+    monkeypatch.setattr(backend.torch.cuda, "get_device_capability", lambda device: capability)
+    why = backend.supports(state)
+    assert why is None if said is None else said in why
+
+
+def test_a_stream_needs_slots_that_are_rows_of_k_apart(backend):
+    table, case_of = backend.launch, (False, 4, 8192, 128, 128, 8)
+    assert isinstance(table.replay(*case_of), backend.Stream)
+    assert isinstance(table.replay(*case_of, False), backend.Launch)

@@ -55,6 +55,13 @@ def test_packed_rows_of_the_table(backend, kind, state, row):
     case.packed(backend, layer(kind, DIMS[kind], io=BF16, state_dtype=state), STEPS, DEVICE, slots=SLOTS, params=row)
 
 
+@pytest.mark.parametrize(("kind", "state", "row"), rows_of(launch.PACKED), ids=str)
+def test_packed_rows_with_padded_heads(backend, kind, state, row):
+    lay = layer(kind, (2, 2, 96, 80), io=BF16, state_dtype=state)
+    row = row.fit(80, 96, state.itemsize, 1)
+    case.packed(backend, lay, 5, DEVICE, strided=True, slots=SLOTS, params=row)
+
+
 LARGE = 300
 
 
@@ -165,6 +172,16 @@ def test_a_step_repeats_bit_for_bit(backend, kind, state):
 def test_nothing_leaks_from_what_a_row_does_not_own(backend, kind, form):
     params = streams(kind) if form == "stream" else None
     case.assert_nothing_leaks(backend, *a_moment(kind, FP32, 24), params=params)
+
+
+@pytest.mark.parametrize("op", ["packed", "replay"])
+@pytest.mark.parametrize("state", [FP32, BF16])
+@pytest.mark.parametrize("kind", DIMS)
+def test_nothing_leaks_with_padded_heads(backend, kind, state, op):
+    lay, slots = layer(kind, (1, 2, 96, 80), 5, io=BF16, state_dtype=state), int32(3, 0, -1, 1, 5, -1)
+    cursor = int32(4, 0, -9, 2, 3, 7) if op == "replay" else torch.zeros(6).int()
+    force = int32(0, 1, 1, 0, -1, 0) if op == "replay" else torch.zeros(6).int()
+    case.assert_nothing_leaks(backend, lay, slots, cursor, force, DEVICE, op=op)
 
 
 @pytest.mark.parametrize("form", ["stream", "fused"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from math import lcm
 from typing import Any
 
 import torch
@@ -36,9 +35,8 @@ def supports(initial_state: Tensor) -> str | None:
     if major not in (9, 10):  # the others have less shared memory a multiprocessor than the table assumes
         return f"compute capability {major}.{minor}; the launch table is for 9.x and 10.x"
     step = initial_state.stride(-4)
-    whole = lcm(_PIECE, k_dim)  # whole rows of K, and 16-byte copies that the compiler can prove to be aligned
-    if step % whole:
-        return f"slot stride {step} of the state is no multiple of {whole}"
+    if step % _PIECE:  # 16-byte copies that the compiler can prove to be aligned
+        return f"slot stride {step} of the state is no multiple of {_PIECE}"
     if initial_state.data_ptr() % 16:
         return "the state is not aligned to 16 bytes"
     if slots == 0:
@@ -74,7 +72,8 @@ def replay_decode(
     _, hv, v_dim, k_dim = initial_state.shape
     rows, length, h = mixed_qkv.shape[0], d_cache.shape[2], k_cache.shape[1]
     if params is None:
-        params = launch.replay(is_kda, initial_state.element_size(), rows * hv, v_dim, k_dim, length)
+        size, step = initial_state.element_size(), initial_state.stride(0)
+        params = launch.replay(is_kda, size, rows * hv, v_dim, k_dim, length, step % k_dim == 0)
     a, b = near(a), near(b)
     slots, pos = ssm_state_indices.contiguous(), write_pos.contiguous()
     force = None if force_flush is None else force_flush.contiguous()

@@ -30,7 +30,7 @@ class Launch:
     maxnreg: int | None = None
 
     def fit(self, v_dim: int, k_dim: int, elem_bytes: int, ring_len: int) -> Launch:
-        """The same row for another geometry: no more rows than V, warps that have rows, a tile that fits.
+        """The same row for another geometry: rows that divide V, warps that have rows, a tile that fits.
 
         A register cap was measured for K <= 128 and L <= 16; beyond, it would spill.
         """
@@ -38,8 +38,7 @@ class Launch:
         while self.staged and rows > 16 and rows * k_dim * elem_bytes > 96 * 1024:
             rows //= 2
         lanes_v = 32 // min(32 if self.whole else 8, k_dim * elem_bytes // 16)
-        rows = max(rows, lanes_v)
-        chunk = max(min(self.chunk, rows), lanes_v)
+        chunk = min(self.chunk, rows)
         if not self.staged and chunk * k_dim > 128 * 32 * warps:
             chunk = max(lanes_v * warps, 128 * 32 * warps // k_dim)
         while warps > 1 and chunk < lanes_v * warps:
@@ -149,9 +148,11 @@ def _choose(table: Table, is_kda: bool, elem_bytes: int, heads: int) -> Any:
     raise LookupError(f"launch table has no open-ended row for KDA {is_kda}, {elem_bytes} bytes")
 
 
-def replay(is_kda: bool, elem_bytes: int, heads: int, v_dim: int, k_dim: int, ring_len: int) -> Launch | Stream:
-    """The row for replay decode. heads: value heads in all rows of the batch."""
-    streams = v_dim == k_dim == STREAM_DIM and ring_len <= STREAM_RING
+def replay(
+    is_kda: bool, elem_bytes: int, heads: int, v_dim: int, k_dim: int, ring_len: int, whole_rows: bool = True
+) -> Launch | Stream:
+    """The row for replay decode. heads: value heads in all rows of the batch; whole_rows: slots are rows of K apart."""
+    streams = v_dim == k_dim == STREAM_DIM and ring_len <= STREAM_RING and whole_rows
     row: Launch | Stream = _choose(REPLAY if streams else REPLAY_LONG, is_kda, elem_bytes, heads)
     return row.fit(v_dim, k_dim, elem_bytes, ring_len) if isinstance(row, Launch) else row
 

@@ -2,7 +2,7 @@
 # ruff: noqa: RUF005 - no unpacking in kernels, and a constant `if` stands alone
 """Packed decode: every row reads its whole state, updates it and writes it back. Structure as in `fused`.
 
-Best with small tiles whose rows a warp reads and writes whole: a write of a row in one piece costs less than in four.
+Mostly best with small tiles whose rows a warp reads and writes whole: one piece a row costs less than four.
 """
 
 from triton.experimental import gluon
@@ -27,7 +27,8 @@ def packed(
     blk: gl.constexpr = state_layout(CH, KP, ELEM, NW, 32 if WHOLE else 8)
     vrow: gl.constexpr = gl.SliceLayout(1, blk)
     tcol: gl.constexpr = gl.SliceLayout(0, blk)
-    # Gates are costly, so each thread has others where the tile's layout would give all warps the same.
+    # Gates are costly: the tile's layout gives all warps and lane groups the same, this one gives each thread others.
+    # Whole rows mean one warp or two, each with all channels once.
     gcol: gl.constexpr = tcol if WHOLE else gl.SliceLayout(0, ring_k_layout(8, KP, NW))
     TILES: gl.constexpr = V // BV
     CHUNKS: gl.constexpr = BV // CH
