@@ -14,6 +14,7 @@ SRC = ROOT / "src" / "replayssm"
 # A part may import from parts before it, never from parts after it. Parts in one group may import each other.
 ORDER = (
     ("errors", "spec", "dtypes"),
+    ("planner",),
     ("reference",),
     ("kernels",),
     ("ops",),
@@ -22,6 +23,7 @@ ORDER = (
     ("engine",),
     ("server",),
     ("bench",),
+    ("study",),
     ("integrations",),
     ("cli",),
 )
@@ -115,7 +117,7 @@ def test_import_needs_no_torch_and_is_fast():
     assert float(seconds) < 0.3
 
 
-@pytest.mark.parametrize("module", ["spec", "errors", "dtypes", "kernels.policy", "cli"])
+@pytest.mark.parametrize("module", ["spec", "errors", "dtypes", "planner.report", "kernels.policy", "cli"])
 def test_light_modules_need_no_torch(module):
     assert run_python(f"import sys, replayssm.{module}; print('torch' in sys.modules)").strip() == "False"
 

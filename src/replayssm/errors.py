@@ -53,6 +53,17 @@ class OptionError(ReplayError, ValueError):
     """An option has a value outside its limits, or contradicts another."""
 
 
+class MemoryBudgetError(ReplayError, ValueError):
+    """The memory is smaller than what must be in it before the first request."""
+
+    def __init__(self, memory: int, weights: int, reserve: int) -> None:
+        kept = f" and {_gib(reserve)} kept free" if reserve else ""
+        super().__init__(
+            f"memory of {_gib(memory)} does not hold weights of {_gib(weights)}{kept}; "
+            "give more of it, smaller weights (--weights), or more shards (--tp)"
+        )
+
+
 class PromptError(ReplayError, ValueError):
     """The prompt is empty, or longer than the model's context."""
 
@@ -75,6 +86,10 @@ class CacheStateError(ReplayError, RuntimeError):
 
 def _show(shape: object) -> str:
     return "[" + ", ".join(str(n) for n in shape) + "]" if isinstance(shape, (tuple, list)) else str(shape)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.4g} GiB"
 
 
 def _short(dtype: object) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,12 @@ from typing import NamedTuple
 from replayssm.dtypes import parse_state_dtype
 from replayssm.errors import OptionError, PromptError
 from replayssm.spec import check_ring_len
+
+# Of `study task`: problems.
+COUNT = 400
+# Of `study numerics`: steps of one layer, tokens a row of a model.
+STEPS, QUICK_STEPS = 8192, 512
+TOKENS, QUICK_TOKENS = 512, 32
 
 # A heading as in the shipped model's training text, and a few words.
 SAMPLE_PROMPT = "Pride and Prejudice, Chapter 62\n\nElizabeth was sitting by the window, when"
@@ -100,6 +108,69 @@ class CheckRequest(NamedTuple):
         """Raises `OptionError`, `RingLengthError`, `DtypeError` or `PromptError`."""
         tokens, decode = positive("--tokens", args.tokens), Decode.from_args(args)
         return cls(args, read_prompt(args), tokens, decode)
+
+
+class TaskRequest(NamedTuple):
+    """Checked input of `study task`. `models` None: all shipped."""
+
+    args: argparse.Namespace
+    models: tuple[str, ...] | None
+    problems: int
+    file: Path | None
+
+    @property
+    def command(self) -> str:
+        """The command line that gives this request, defaults written out."""
+        words = ["replayssm", "study", "task"]
+        given = dict(models=self.args.models, count=self.problems, device=self.args.device, out=self.file)
+        for name, value in given.items():
+            words += [] if value is None else [f"--{name}", str(value)]
+        return shlex.join(words)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TaskRequest:
+        """Raises `OptionError`."""
+        models = None if args.models is None else tuple(args.models.split(","))
+        file = None if args.out is None else Path(args.out)
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise OptionError(f"--out {file} is a folder or lies in none; name a file in a folder that exists")
+        return cls(args, models, positive("--count", args.count), file)
+
+
+class StudyRequest(NamedTuple):
+    """Checked input of `study numerics`. `source`: results to show again; `models` None: all shipped."""
+
+    args: argparse.Namespace
+    source: Path | None
+    models: tuple[str, ...] | None
+    text: Path | None
+    steps: int
+    tokens: int
+    folder: Path | None
+
+    @property
+    def command(self) -> str:
+        """The command line that gives this request, defaults written out."""
+        words = ["replayssm", "study", "numerics", *(["--quick"] if self.args.quick else [])]
+        given = dict(models=self.args.models, text=self.text, steps=self.steps, tokens=self.tokens)
+        for name, value in (given | dict(device=self.args.device, out=self.folder)).items():
+            words += [] if value is None else [f"--{name}", str(value)]
+        return shlex.join(words)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> StudyRequest:
+        """Raises `OptionError`."""
+        steps, tokens = (QUICK_STEPS, QUICK_TOKENS) if args.quick else (STEPS, TOKENS)
+        steps = positive("--steps", steps if args.steps is None else args.steps)
+        tokens = positive("--tokens", tokens if args.tokens is None else args.tokens)
+        models = None if args.models is None else tuple(name for name in args.models.split(",") if name != "none")
+        paths = (None if path is None else Path(path) for path in (args.source, args.text, args.out))
+        source, text, folder = paths
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise OptionError(f"--out {folder} is a file; name a folder")
+        if folder is not None and importlib.util.find_spec("matplotlib") is None:
+            raise OptionError("--out writes plots and needs matplotlib: pip install 'replayssm[bench]'")
+        return cls(args, source, models, text, steps, tokens, folder)
 
 
 def positive(name: str, value: int) -> int:

@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 
 from replayssm import __version__
 from replayssm.bench.request import BenchRequest
-from replayssm.cli.options import CheckRequest, GenerateRequest
+from replayssm.cli.options import COUNT, CheckRequest, GenerateRequest, StudyRequest, TaskRequest
 from replayssm.errors import OptionError
+from replayssm.planner.request import PlanRequest
 from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, RING_LEN_MIN
 
 DEFAULT_MODEL = "gdn"
@@ -21,6 +22,8 @@ examples:
   replayssm generate ./Qwen3.5-0.8B --prompt "The tide" --max-tokens 64
   replayssm check gdn                      every linear layer against an fp64 oracle
   replayssm bench decode --quick           packed and replay decode against the memory ceilings
+  replayssm study numerics --quick         errors of state dtypes and ring lengths
+  replayssm plan Qwen3.5-9B --memory 80GB  bytes per request and step, requests that fit; runs nothing
   replayssm env                            versions, devices, backend, state dtype
 """
 
@@ -69,6 +72,45 @@ examples:
 exit code: 0 done, 1 a row failed its check, 2 wrong input
 """
 
+STUDY_EXAMPLES = """\
+examples:
+  replayssm study numerics --quick
+  replayssm study numerics --out docs/numerics
+  replayssm study numerics --models none --steps 2048
+  replayssm study numerics --from docs/numerics/numerics.json
+
+exit code: 0 done, whatever was found; 2 wrong input
+"""
+
+PLAN_EXAMPLES = """\
+MODEL is a known checkpoint, a config.json, a folder that has one, or a shipped name. Nothing is loaded and nothing is
+fetched. Bytes of a step are those of the states and rings: `ops.count_traffic()` counts the same in a run. A request
+holds the state and the conv's inputs of each linear layer, the keys and values of each attention layer for --context
+tokens, and with replay the ring. With --tp all figures are those of one shard.
+
+SIZE has a unit: 80GiB is 80·2^30 bytes, 80GB and 80G are 80·10^9.
+
+examples:
+  replayssm plan Qwen3.5-9B
+  replayssm plan Kimi-Linear-48B-A3B --batch 1,64 --ring-len 10 --state-dtype bf16 --plot kimi.png
+  replayssm plan Qwen3-Next-80B-A3B --tp 4 --memory 141GB --reserve 10GB --context 32768 --draft-tokens 4
+  replayssm plan ./Qwen3.5-0.8B/config.json --memory 24GiB --weights 1.7GB
+  replayssm plan gdn --json | python3 -m json.tool
+
+exit code: 0 done, 2 wrong input
+"""
+
+TASK_EXAMPLES = """\
+The task stands in for benchmarks of worked answers: every line of a solution needs the line before, so that an error
+spoils what follows. The models were trained on other problems of the same kind. Intervals are Wilson's, of 95 %.
+
+examples:
+  replayssm study task --count 100
+  replayssm study task --models gdn --device cpu --json | python3 -m json.tool
+
+exit code: 0 done, whatever the scores; 2 wrong input
+"""
+
 ENV_EXAMPLES = """\
 examples:
   replayssm env
@@ -110,6 +152,8 @@ def build_parser() -> argparse.ArgumentParser:
     _generate(commands, common)
     _check(commands, common)
     _bench(commands)
+    _study(commands, common)
+    _plan(commands, common)
     env = commands.add_parser(
         "env",
         parents=[common],
@@ -199,6 +243,81 @@ def _bench(commands: Any) -> None:
     parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the results; '-' is standard output")
     parser.add_argument("--plot", metavar="FILE", help="time and fraction of the ceiling against batch (png, svg, pdf)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _study(commands: Any, common: Parser) -> None:
+    study = commands.add_parser(
+        "study", help="what state dtypes, rings and roundings cost", description="Measure what accuracy costs and buys."
+    )
+    suites = study.add_subparsers(dest="suite", required=True, metavar="SUITE", parser_class=Parser)
+    parser = suites.add_parser(
+        "numerics",
+        parents=[common],
+        help="errors against fp64, and what they do to the shipped models",
+        description="Errors of packed and replay decode against fp64 over thousands of steps, by state dtype and ring "
+        "length; the cost of rounded tensor-core operands; bits per byte, agreement and repetition of models.",
+        epilog=STUDY_EXAMPLES,
+    )
+    parser.set_defaults(request=StudyRequest.from_args)
+    parser.add_argument("--steps", type=int, metavar="T", help="of one layer (default 8192; with --quick 512)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of each of 8 rows (default 512; with --quick 32)")
+    parser.add_argument("--models", metavar="M,…", help="names or folders; none for none (default: all shipped)")
+    parser.add_argument("--text", metavar="FILE", help="held-out text (default: chapters kept from the shipped models)")
+    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    parser.add_argument("--out", metavar="FOLDER", help="write numerics.json and the plots there")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="show the tables of an earlier numerics.json")
+    parser.add_argument("--quick", action="store_true", help="few steps and tokens: for a first look")
+    parser = suites.add_parser(
+        "task",
+        parents=[common],
+        help="exact scores on sums with worked steps",
+        description="Score models on held-out sums with worked steps, by stock, packed and replay decode and for each "
+        "state dtype.",
+        epilog=TASK_EXAMPLES,
+    )
+    parser.set_defaults(request=TaskRequest.from_args)
+    parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="problems (default %(default)s)")
+    parser.add_argument("--models", metavar="M,…", help="names or folders (default: all shipped)")
+    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    parser.add_argument("--out", metavar="FILE", help="write the results as JSON")
+
+
+def _plan(commands: Any, common: Parser) -> None:
+    parser = commands.add_parser(
+        "plan",
+        parents=[common],
+        help="bytes per request and per step, and how many requests fit",
+        description="Estimate from a model's config what its states cost, packed and with a ring. Runs no model.",
+        epilog=PLAN_EXAMPLES,
+    )
+    parser.set_defaults(request=PlanRequest.from_args)
+    parser.add_argument("model", metavar="MODEL", help="a known checkpoint, a config.json, a folder, a shipped name")
+    parser.add_argument("--batch", default="1", metavar="B,…", help="rows of a decode step (default %(default)s)")
+    parser.add_argument(
+        "--ring-len",
+        type=int,
+        default=DEFAULT_RING_LEN,
+        metavar="L",
+        help=f"records of a ring, {RING_LEN_MIN}…{RING_LEN_MAX} (default %(default)s)",
+    )
+    dtypes = parser.add_argument_group("dtypes")
+    dtypes.add_argument(
+        "--state-dtype",
+        metavar="D",
+        help="fp32, bf16, fp16; default: $REPLAYSSM_STATE_DTYPE, the config's mamba_ssm_dtype, float32",
+    )
+    dtypes.add_argument("--io-dtype", default="bfloat16", metavar="D", help="of the activations (default %(default)s)")
+    dtypes.add_argument("--kv-dtype", default="bfloat16", metavar="D", help="or fp8 (default %(default)s)")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--context", type=int, default=4096, metavar="N", help="cached tokens of a request (default %(default)s)"
+    )
+    memory.add_argument("--memory", metavar="SIZE", help="of one GPU: say how many requests fit")
+    memory.add_argument("--weights", metavar="SIZE", help="of the whole model (default: the name's, or the folder's)")
+    memory.add_argument("--reserve", metavar="SIZE", help="keep free for activations and the like (default 0)")
+    memory.add_argument("--draft-tokens", type=int, default=0, metavar="T", help="speculation: tokens checked at once")
+    memory.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel shards (default %(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="bytes of a step against the ring length (png, svg, pdf)")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
