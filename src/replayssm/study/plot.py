@@ -19,8 +19,10 @@ def plot(result: dict[str, Any], folder: Path) -> list[Path]:
         figure, panels = _panels(rows)
         for case, axes in panels.items():
             draw([r for r in rows if (r["kind"], r["decay"]) == case], axes)
-        axes = next(iter(panels.values()))
-        axes.legend(fontsize="x-small")
+        first, *others = panels.values()
+        first.legend(fontsize="x-small")
+        for axes in others:
+            axes.set_ylabel("")
         path = folder / f"{name}.png"
         figure.savefig(path, dpi=130)
         made.append(path)

@@ -1,7 +1,7 @@
 """Sums with worked steps: a small task with exact answers, trained into the shipped models and scored on them.
 
-A problem is a list of three to ten numbers to be added, from 1 to 9 in half of the problems, from 1 to 99 in the others.
-One problem looks like this, without a newline at the end::
+A problem is a list of three to ten numbers to be added, from 1 to 9 in half of the problems, from 1 to 99 in the
+others. One problem looks like this, without a newline at the end::
 
     Sum: 47+12+85
     47+12=59
