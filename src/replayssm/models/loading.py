@@ -111,7 +111,8 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 def check_weights(path: Path) -> None:
     """Every weight file that transformers will read is there, and as long as its own header says."""
-    names = [WEIGHTS] if (path / WEIGHTS).is_file() or not (path / INDEX).is_file() else _shards(path / INDEX)
+    one = (path / WEIGHTS).is_file() or not (path / INDEX).is_file()
+    names = [WEIGHTS] if one else sorted(set(weight_map(path / INDEX).values()))
     for name in names:
         file = path / name
         if not file.is_file():
@@ -127,17 +128,18 @@ def check_weights(path: Path) -> None:
             raise ModelFilesError(f"weights {file} ({size} bytes) are truncated or damaged: {error}") from error
 
 
-def _shards(index: Path) -> list[str]:
+def weight_map(index: Path) -> dict[str, str]:
+    """Which file beside the index holds which tensor. Raises `ModelFilesError` for an index that does not say so."""
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFilesError(f"{index} is not a weight index: {error!r}") from error
-    if not names:
+    if not files:
         raise ModelFilesError(f"{index} names no weight file")
-    for name in names:
+    for name in files.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelFilesError(f"{index} names {name!r}, which is not the name of a file beside it")
-    return sorted(names)
+    return files
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -175,7 +177,7 @@ def _load_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTraine
         f"{name} is {list(got)}, the config asks for {list(want)}" for name, got, want in info["mismatched_keys"]
     ]
     if problems:
-        raise ModelFilesError(f"weights in {path} do not fit the config: {_some(problems)}")
+        raise ModelFilesError(f"weights in {path} do not fit the config: {some_of(problems)}")
     return model
 
 
@@ -190,5 +192,6 @@ def _kept_in_fp32(cls: Any) -> Iterator[None]:
         cls._keep_in_fp32_modules_strict = before
 
 
-def _some(names: list[str], most: int = 5) -> str:
+def some_of(names: list[str], most: int = 5) -> str:
+    """The first few, and how many there are besides."""
     return "; ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
