@@ -42,6 +42,10 @@ class SlotError(ReplayError, IndexError):
     """A slot index is out of range, or one slot is named twice in a batch."""
 
 
+class PoolFullError(ReplayError, RuntimeError):
+    """More slots are asked for than are free."""
+
+
 class RingLengthError(ReplayError, ValueError):
     """The ring length is outside 1 … 64."""
 
