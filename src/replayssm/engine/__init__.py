@@ -1,0 +1,1 @@
+"""What turns logits into tokens and tokens into text, request by request."""
