@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replayssm.models.loading import SHIPPED
+from replayssm.shipped import SHIPPED
 from replayssm.spec import STATE_DTYPES
 from replayssm.study import claims, tables, text
 from replayssm.study.setting import RING_LENGTHS, ROUNDED, drift_settings

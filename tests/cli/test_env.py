@@ -1,7 +1,7 @@
 import torch
 import transformers
 
-from replayssm.models.loading import SHIPPED
+from replayssm.shipped import SHIPPED
 
 
 def test_table(cli):

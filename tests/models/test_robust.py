@@ -17,7 +17,8 @@ from replayssm import ops
 from replayssm.errors import CacheStateError, DtypeError, ShapeError, UnsupportedModelError
 from replayssm.models.cache import ReplayCache, ReplayLayer
 from replayssm.models.layers import ADAPTERS, ReplayMixin
-from replayssm.models.loading import SHIPPED, load_model
+from replayssm.models.loading import load_model
+from replayssm.shipped import SHIPPED
 from tests.models.test_parity import logit_noise
 from tests.models.tiny import FAMILIES, model_of, prompt
 

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 import replayssm
-from replayssm.models.loading import SHIPPED, load_model
+from replayssm.models.loading import load_model
+from replayssm.shipped import SHIPPED
 
 COMMON_WORDS = """
 the and of to in that he it his for they was with be him i not them is as unto shall said all which her she had my thou

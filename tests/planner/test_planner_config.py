@@ -10,11 +10,11 @@ from transformers import AutoConfig
 
 from replayssm.errors import ModelFilesError, ModelNotFoundError, ShapeError, UnsupportedModelError
 from replayssm.models.families import FAMILIES, layer_specs
-from replayssm.models.loading import SHIPPED
 from replayssm.planner.checkpoints import GEOMETRIES
 from replayssm.planner.config import READERS, read_config, state_dtype_of
 from replayssm.planner.estimate import KV_BYTES, Settings, layer_bytes
-from replayssm.planner.lookup import find, shipped_models
+from replayssm.planner.lookup import find
+from replayssm.shipped import SHIPPED
 from tests.models.tiny import FAMILIES as TINY
 from tests.models.tiny import config_of, model_of, prompt
 
@@ -167,7 +167,6 @@ def test_lookup_of_files_and_folders(tmp_path):
     other.write_text(json.dumps(good()))
     assert find(str(other)).weights is None  # the folder's weights are another model's
     assert find("gdn").weights == (SHIPPED["gdn"] / "model.safetensors").stat().st_size
-    assert shipped_models() == SHIPPED
 
 
 @pytest.mark.parametrize(

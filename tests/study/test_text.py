@@ -40,8 +40,7 @@ def test_greedy_tokens_are_those_of_generate(loaded, prompts, setting):
 def test_bits_are_those_of_one_forward(loaded):
     (row,) = text.measure(loaded, WORDS, 10, [Setting("replay")])
     ids = text.rows_of(loaded, WORDS, 10)
-    text.using(loaded, Setting("stock")).__enter__()
-    with torch.no_grad():
+    with torch.no_grad(), text.using(loaded, Setting("stock")):
         log_probs = loaded.model(ids).logits.log_softmax(-1)[:, text.PREFIX - 1 : -1]
     total = log_probs.gather(2, ids[:, text.PREFIX :, None]).sum()
     tokenizer = loaded.tokenizer

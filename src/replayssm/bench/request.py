@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 from replayssm.bench import geometry
-from replayssm.dtypes import SHORT_NAMES, parse_state_dtype
-from replayssm.errors import DtypeError, OptionError
+from replayssm.checks import batch_sizes, dtype_name, plot_file, writable
+from replayssm.dtypes import parse_state_dtype
+from replayssm.errors import OptionError
 from replayssm.spec import STATE_DTYPES, LayerSpec, check_ring_len
 
 BATCHES = (1, 8, 64, 256)
 QUICK_BATCHES = (1, 8)
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 OPTIONS = ("model", "kind", "heads", "dims", "batch", "ring_len", "state_dtype", "io_dtype", "device", "plot")
@@ -56,10 +54,11 @@ class BenchRequest(NamedTuple):
         check_ring_len(args.ring_len)
         states = tuple(dict.fromkeys(parse_state_dtype(d, "--state-dtype") for d in args.state_dtype.split(",")))
         if args.json_file is not None and not args.json:
-            _writable("--json", Path(args.json_file))
-        plot = None if args.plot is None else _plot(Path(args.plot))
-        batches = _batches(args.batch, args.quick)
-        io_dtype = _io_dtype(args.io_dtype)
+            writable("--json", Path(args.json_file))
+        plot = None if args.plot is None else plot_file(Path(args.plot))
+        usual = QUICK_BATCHES if args.quick else BATCHES
+        batches = usual if args.batch is None else batch_sizes(args.batch)
+        io_dtype = dtype_name("--io-dtype", args.io_dtype, STATE_DTYPES)
         return cls(
             args, name, spec, batches, args.ring_len, states, io_dtype, args.device, args.quick, args.json_file, plot
         )
@@ -86,43 +85,3 @@ def _pair(option: str, text: str) -> tuple[int, int]:
     if len(parts) > 2 or not all(p.strip().isdecimal() for p in parts):
         raise OptionError(f"{option} {text!r} is not one or two whole numbers, as in {option} 16/32")
     return int(parts[0]), int(parts[-1])
-
-
-def _batches(text: str | None, quick: bool) -> tuple[int, ...]:
-    if text is None:
-        return QUICK_BATCHES if quick else BATCHES
-    result = []
-    for part in text.split(","):
-        if not part.strip().lstrip("-").isdecimal():
-            raise OptionError(f"--batch {text!r}: {part.strip()!r} is not a whole number; as in --batch 1,8,64")
-        if int(part) < 1:
-            raise OptionError(f"--batch {int(part)} is below 1")
-        result.append(int(part))
-    return tuple(dict.fromkeys(result))
-
-
-def _io_dtype(text: str) -> str:
-    name = text.strip().lower().removeprefix("torch.")
-    name = SHORT_NAMES.get(name, name)
-    if name not in STATE_DTYPES:
-        raise DtypeError.unsupported("--io-dtype", text, STATE_DTYPES)
-    return name
-
-
-def _plot(path: Path) -> Path:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("--plot needs matplotlib: pip install 'replayssm[bench]'")
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise OptionError(f"--plot {path}: the name must end with one of {', '.join(PLOT_SUFFIXES)}")
-    _writable("--plot", path)
-    return path
-
-
-def _writable(option: str, path: Path) -> None:
-    """Refuse before minutes of measuring what could not be saved afterwards."""
-    if path.is_dir():
-        raise OptionError(f"{option} {path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise OptionError(f"{option} {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OptionError(f"{option} {path} cannot be written: permission denied")

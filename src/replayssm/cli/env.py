@@ -14,7 +14,7 @@ from replayssm.cli.console import human_bytes, print_json, print_table
 from replayssm.dtypes import ENV_VAR, resolve_state_dtype
 from replayssm.kernels.choose import backend
 from replayssm.models.families import FAMILIES
-from replayssm.models.loading import SHIPPED
+from replayssm.shipped import SHIPPED
 
 PACKAGES = {"torch": "torch", "triton": "triton", "transformers": "transformers", "tokenizers": "tokenizers"}
 PACKAGES |= {"fla": "fla-core"}

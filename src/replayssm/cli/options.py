@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from replayssm.checks import at_least, needs_matplotlib, writable
 from replayssm.dtypes import parse_state_dtype
 from replayssm.errors import OptionError, PromptError
 from replayssm.spec import check_ring_len
@@ -90,7 +90,7 @@ class GenerateRequest(NamedTuple):
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> GenerateRequest:
         """Raises `OptionError`, `RingLengthError`, `DtypeError` or `PromptError`."""
-        tokens = positive("--max-tokens", args.max_tokens)
+        tokens = at_least("--max-tokens", args.max_tokens)
         sampling, decode = Sampling.from_args(args), Decode.from_args(args)
         return cls(args, read_prompt(args), tokens, sampling, decode)
 
@@ -106,7 +106,7 @@ class CheckRequest(NamedTuple):
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> CheckRequest:
         """Raises `OptionError`, `RingLengthError`, `DtypeError` or `PromptError`."""
-        tokens, decode = positive("--tokens", args.tokens), Decode.from_args(args)
+        tokens, decode = at_least("--tokens", args.tokens), Decode.from_args(args)
         return cls(args, read_prompt(args), tokens, decode)
 
 
@@ -121,20 +121,13 @@ class TaskRequest(NamedTuple):
     @property
     def command(self) -> str:
         """The command line that gives this request, defaults written out."""
-        words = ["replayssm", "study", "task"]
-        given = dict(models=self.args.models, count=self.problems, device=self.args.device, out=self.file)
-        for name, value in given.items():
-            words += [] if value is None else [f"--{name}", str(value)]
-        return shlex.join(words)
+        return _command("study task", self.args, count=self.problems, out=self.file)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TaskRequest:
         """Raises `OptionError`."""
-        models = None if args.models is None else tuple(args.models.split(","))
-        file = None if args.out is None else Path(args.out)
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise OptionError(f"--out {file} is a folder or lies in none; name a file in a folder that exists")
-        return cls(args, models, positive("--count", args.count), file)
+        file = None if args.out is None else writable("--out", Path(args.out))
+        return cls(args, _models(args.models), at_least("--count", args.count), file)
 
 
 class StudyRequest(NamedTuple):
@@ -151,33 +144,32 @@ class StudyRequest(NamedTuple):
     @property
     def command(self) -> str:
         """The command line that gives this request, defaults written out."""
-        words = ["replayssm", "study", "numerics", *(["--quick"] if self.args.quick else [])]
-        given = dict(models=self.args.models, text=self.text, steps=self.steps, tokens=self.tokens)
-        for name, value in (given | dict(device=self.args.device, out=self.folder)).items():
-            words += [] if value is None else [f"--{name}", str(value)]
-        return shlex.join(words)
+        flags = "study numerics --quick" if self.args.quick else "study numerics"
+        return _command(flags, self.args, text=self.text, steps=self.steps, tokens=self.tokens, out=self.folder)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> StudyRequest:
         """Raises `OptionError`."""
         steps, tokens = (QUICK_STEPS, QUICK_TOKENS) if args.quick else (STEPS, TOKENS)
-        steps = positive("--steps", steps if args.steps is None else args.steps)
-        tokens = positive("--tokens", tokens if args.tokens is None else args.tokens)
-        models = None if args.models is None else tuple(name for name in args.models.split(",") if name != "none")
-        paths = (None if path is None else Path(path) for path in (args.source, args.text, args.out))
-        source, text, folder = paths
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise OptionError(f"--out {folder} is a file; name a folder")
-        if folder is not None and importlib.util.find_spec("matplotlib") is None:
-            raise OptionError("--out writes plots and needs matplotlib: pip install 'replayssm[bench]'")
-        return cls(args, source, models, text, steps, tokens, folder)
+        steps = at_least("--steps", steps if args.steps is None else args.steps)
+        tokens = at_least("--tokens", tokens if args.tokens is None else args.tokens)
+        source, text, folder = (None if path is None else Path(path) for path in (args.source, args.text, args.out))
+        if folder is not None:
+            if folder.exists() and not folder.is_dir():
+                raise OptionError(f"--out {folder} is a file; name a folder")
+            needs_matplotlib("--out")
+        return cls(args, source, _models(args.models), text, steps, tokens, folder)
 
 
-def positive(name: str, value: int) -> int:
-    """Return `value`, or raise `OptionError` below 1."""
-    if value < 1:
-        raise OptionError(f"{name} {value} is below 1")
-    return value
+def _models(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name for name in text.split(",") if name != "none")
+
+
+def _command(words: str, args: argparse.Namespace, **given: object) -> str:
+    found = ["replayssm", *words.split()]
+    for name, value in (dict(models=args.models) | given | dict(device=args.device)).items():
+        found += [] if value is None else [f"--{name}", str(value)]
+    return shlex.join(found)
 
 
 def read_prompt(args: argparse.Namespace) -> str:

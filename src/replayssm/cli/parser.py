@@ -225,20 +225,14 @@ def _bench(commands: Any) -> None:
     layer.add_argument("--heads", metavar="H/HV", help="key and value heads (default gdn 16/32, kda 32/32)")
     layer.add_argument("--dims", metavar="K/V", help="key and value dim of a head, up to 256 (default 128/128)")
     parser.add_argument("--batch", metavar="B,…", help="batch sizes (default 1,8,64,256; with --quick 1,8)")
-    parser.add_argument(
-        "--ring-len",
-        type=int,
-        default=DEFAULT_RING_LEN,
-        metavar="L",
-        help=f"decode steps between two writes of the state, {RING_LEN_MIN}…{RING_LEN_MAX} (default %(default)s)",
-    )
+    _ring_len(parser)
     parser.add_argument(
         "--state-dtype", default="float32", metavar="D,…", help="fp32, bf16, fp16, or several (default %(default)s)"
     )
     parser.add_argument(
         "--io-dtype", default="bfloat16", metavar="D", help="of the activations: fp32, bf16, fp16 (default %(default)s)"
     )
-    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    _device(parser)
     parser.add_argument("--quick", action="store_true", help="fewer samples, smaller buffers: for a first look")
     parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the results; '-' is standard output")
     parser.add_argument("--plot", metavar="FILE", help="time and fraction of the ceiling against batch (png, svg, pdf)")
@@ -263,7 +257,7 @@ def _study(commands: Any, common: Parser) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="of each of 8 rows (default 512; with --quick 32)")
     parser.add_argument("--models", metavar="M,…", help="names or folders; none for none (default: all shipped)")
     parser.add_argument("--text", metavar="FILE", help="held-out text (default: chapters kept from the shipped models)")
-    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    _device(parser)
     parser.add_argument("--out", metavar="FOLDER", help="write numerics.json and the plots there")
     parser.add_argument("--from", dest="source", metavar="FILE", help="show the tables of an earlier numerics.json")
     parser.add_argument("--quick", action="store_true", help="few steps and tokens: for a first look")
@@ -278,7 +272,7 @@ def _study(commands: Any, common: Parser) -> None:
     parser.set_defaults(request=TaskRequest.from_args)
     parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="problems (default %(default)s)")
     parser.add_argument("--models", metavar="M,…", help="names or folders (default: all shipped)")
-    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    _device(parser)
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON")
 
 
@@ -331,13 +325,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _decode(parser: argparse.ArgumentParser) -> None:
     decode = parser.add_argument_group("decode")
-    decode.add_argument(
-        "--ring-len",
-        type=int,
-        default=DEFAULT_RING_LEN,
-        metavar="L",
-        help=f"decode steps between two writes of the state, {RING_LEN_MIN}…{RING_LEN_MAX} (default %(default)s)",
-    )
+    _ring_len(decode)
     decode.add_argument(
         "--state-dtype",
         metavar="D",
@@ -350,4 +338,18 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of the model's weights and activations (default float32; auto: as stored)",
     )
-    decode.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    _device(decode)
+
+
+def _device(parser: Any) -> None:
+    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+
+
+def _ring_len(parser: Any) -> None:
+    parser.add_argument(
+        "--ring-len",
+        type=int,
+        default=DEFAULT_RING_LEN,
+        metavar="L",
+        help=f"decode steps between two writes of the state, {RING_LEN_MIN}…{RING_LEN_MAX} (default %(default)s)",
+    )

@@ -16,7 +16,6 @@ That of `study task`: command, device, versions, and task: model -> rows of `stu
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ from replayssm.bench import device
 from replayssm.cli.console import counter, print_json, print_table, step
 from replayssm.cli.decoding import load
 from replayssm.cli.options import StudyRequest, TaskRequest
-from replayssm.errors import ModelFilesError, PromptError
-from replayssm.models.loading import SHIPPED, LoadedModel
+from replayssm.errors import OptionError, PromptError
+from replayssm.models.loading import LoadedModel
+from replayssm.shipped import HELD_OUT, SHIPPED
 from replayssm.study import accuracy, numerics, tables, task
 from replayssm.study.plot import plot
-from replayssm.study.text import HELD_OUT
 
 
 def run_command(request: StudyRequest | TaskRequest) -> int:
@@ -73,7 +72,7 @@ def _numerics(request: StudyRequest) -> int:
         models = _load(names, str(where))
         result = dict(command=request.command, quick=args.quick)
         result |= dict(device=device.describe(where), versions=device.versions())
-        result |= numerics.run(models, held_out, request.steps, request.tokens, where, _counter)
+        result |= numerics.run(models, held_out, request.steps, request.tokens, where, counter)
     for table in tables.tables(result):
         print(f"\n{table.title}\n")
         print_table(table.header, table.rows, left=table.left)
@@ -96,14 +95,10 @@ def read_text(path: Path) -> str:
         raise PromptError(f"held-out text {path} cannot be read: {error}; name a UTF-8 file with --text") from error
 
 
-def _counter(text: str, total: int) -> AbstractContextManager[Any]:
-    return counter(text, total)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         tables.tables(result)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFilesError(f"{path} holds no results of `replayssm study numerics`: {error}") from error
+        raise OptionError(f"--from {path} holds no results of `replayssm study numerics`: {error}") from error
     return result

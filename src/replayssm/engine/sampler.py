@@ -37,10 +37,9 @@ class Sampled(NamedTuple):
 class Batch:
     """Parameters of B rows as tensors on the device; build it with `prepare` when the rows of a batch change.
 
-    `seeds` are the rows' own, all set. `counts` is the history that penalties need, see `History`.
+    `seeds` are the rows' own, all set. `random`: a row is not greedy.
     """
 
-    params: list[SamplingParams]
     temperature: Tensor
     seeds: Tensor
     top_k: Tensor | None = None
@@ -51,6 +50,7 @@ class Batch:
     frequency: Tensor | None = None
     bias: tuple[Tensor, Tensor, Tensor] | None = None
     most_logprobs: int | None = None
+    random: bool = False
 
     @property
     def penalised(self) -> bool:
@@ -83,10 +83,11 @@ def prepare(params: Sequence[SamplingParams], seeds: Sequence[int], device: torc
             torch.tensor(values, dtype=torch.float32).to(device),
         )  # fmt: skip
     return Batch(
-        list(params), torch.tensor([float(p.temperature) for p in params]).to(device),
+        torch.tensor([float(p.temperature) for p in params]).to(device),
         torch.tensor(list(seeds), dtype=torch.int64).to(device), column("top_k", 0, torch.int64), column("top_p", 1.0),
         column("min_p", 0.0), column("repetition_penalty", 1.0), column("presence_penalty", 0.0),
         column("frequency_penalty", 0.0), bias, max(asked) if asked else None,
+        any(not p.greedy for p in params),
     )  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def sample(
     if forbidden is not None:
         x = x.masked_fill(forbidden, NEVER)
     tokens = x.argmax(-1)
-    if any(not p.greedy for p in batch.params):
+    if batch.random:
         warm = x / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
         drawn = (filtered(warm, batch) + gumbel(batch.seeds, positions, x.shape[-1])).argmax(-1)
         tokens = torch.where(batch.temperature > 0, drawn, tokens)

@@ -20,10 +20,10 @@ FromHeads = dict[int, int | None]
 # GPUs are served by the same numbers.
 FROM_HEADS: dict[str, dict[tuple[bool, int], FromHeads]] = {
     "cuda": {
-        (False, 4): {1: None, 2: 256, 4: 256, 8: 256, 9: 256, 17: None},
-        (False, 2): {1: None, 2: 2048, 4: 512, 8: 512, 9: 2048, 17: None},
-        (True, 4): {1: None, 2: 512, 4: 256, 8: 256, 9: 512, 17: None},
-        (True, 2): {1: None, 2: 2048, 4: 2048, 8: 512, 9: None},
+        (False, 4): {1: None, 2: 256, 17: None},
+        (False, 2): {1: None, 2: 2048, 4: 512, 9: 2048, 17: None},
+        (True, 4): {1: None, 2: 512, 4: 256, 9: 512, 17: None},
+        (True, 2): {1: None, 2: 2048, 8: 512, 9: None},
     },
 }
 

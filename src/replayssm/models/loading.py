@@ -20,20 +20,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from replayssm.errors import DtypeError, ModelFilesError, ModelNotFoundError
 from replayssm.models.enable import patched_classes
 from replayssm.models.families import family_of, layer_specs
+from replayssm.shipped import SHIPPED
 from replayssm.spec import LayerSpec
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 # Gate parameters stay in fp32 whatever the model's dtype: the decay is exp(-exp(A_log)·…), twice exponential in them.
 KEEP_FP32 = ("A_log", "dt_bias")
-
-
-def _assets() -> Path:
-    installed = Path(__file__).resolve().parents[1] / "assets"
-    return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "assets"
-
-
-SHIPPED: dict[str, Path] = {"gdn": _assets() / "gdn"}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from replayssm.errors import ModelFilesError, ModelNotFoundError, UnsupportedModelError
 from replayssm.planner.checkpoints import Geometry, known, nearest
 from replayssm.planner.config import read_config, state_dtype_of
+from replayssm.shipped import SHIPPED
 
 # Checkpoints of these names have Mamba-2 layers.
 MAMBA2_NAMES = ("nemotron", "falcon-h1", "granite-4", "bamba", "zamba", "mamba")
@@ -30,9 +31,8 @@ def find(text: str) -> Model:
 
     Raises `ModelNotFoundError` with near names, `UnsupportedModelError`, `ModelFilesError` or `ShapeError`.
     """
-    shipped = shipped_models()
-    if text in shipped:
-        return _from_file(text, shipped[text] / "config.json")
+    if text in SHIPPED:
+        return _from_file(text, SHIPPED[text] / "config.json")
     file = _file(text)
     if file is not None:
         return _from_file(text, file)
@@ -45,17 +45,10 @@ def find(text: str) -> Model:
         raise UnsupportedModelError(
             f"model {text!r} has Mamba-2 layers; replay knows Gated DeltaNet and Kimi Delta Attention"
         )
-    near = ", ".join([*nearest(text), *shipped])
+    near = ", ".join([*nearest(text), *SHIPPED])
     raise ModelNotFoundError(
         f"model {text!r} is no file, no folder and no known checkpoint; nearest: {near}. Any config.json will do"
     )
-
-
-def shipped_models() -> dict[str, Path]:
-    """Folders of the models that come with the package, by name."""
-    installed = Path(__file__).resolve().parents[1] / "assets"
-    assets = installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "assets"
-    return {file.parent.name: file.parent for file in sorted(assets.glob("*/config.json"))}
 
 
 def _file(text: str) -> Path | None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import re
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from replayssm.dtypes import SHORT_NAMES, parse_state_dtype, resolve_state_dtype
-from replayssm.errors import DtypeError, OptionError
+from replayssm.checks import at_least, batch_sizes, dtype_name, plot_file
+from replayssm.dtypes import parse_state_dtype, resolve_state_dtype
+from replayssm.errors import OptionError
 from replayssm.planner.checkpoints import Geometry
 from replayssm.planner.estimate import KV_BYTES, Budget, Settings
 from replayssm.planner.lookup import Model, find
 from replayssm.spec import STATE_DTYPES, check_ring_len
 
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt])(i?)b?|b)", re.IGNORECASE)
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -42,16 +40,16 @@ class PlanRequest(NamedTuple):
     def from_args(cls, args: argparse.Namespace) -> PlanRequest:
         """Raises `OptionError`, `DtypeError`, `RingLengthError`, and what `lookup.find` raises."""
         check_ring_len(args.ring_len)
-        io_dtype = _dtype("--io-dtype", args.io_dtype, STATE_DTYPES)
-        kv_dtype = _dtype("--kv-dtype", args.kv_dtype, tuple(KV_BYTES))
+        io_dtype = dtype_name("--io-dtype", args.io_dtype, STATE_DTYPES)
+        kv_dtype = dtype_name("--kv-dtype", args.kv_dtype, tuple(KV_BYTES))
         option = None if args.state_dtype is None else parse_state_dtype(args.state_dtype, "--state-dtype")
-        batches, tp = _batches(args.batch), _least("--tp", args.tp, 1)
-        context, draft = _least("--context", args.context, 0), _least("--draft-tokens", args.draft_tokens, 0)
+        batches, tp = batch_sizes(args.batch), at_least("--tp", args.tp)
+        context, draft = at_least("--context", args.context, 0), at_least("--draft-tokens", args.draft_tokens, 0)
         memory, weights, reserve = (_size(f"--{n}", getattr(args, n)) for n in ("memory", "weights", "reserve"))
         if memory is None and (draft or reserve):
             name, value = ("draft-tokens", draft) if draft else ("reserve", args.reserve)
             raise OptionError(f"--{name} {value} has no effect without --memory; add it, or drop this")
-        plot = None if args.plot is None else _plot(Path(args.plot))
+        plot = None if args.plot is None else plot_file(Path(args.plot))
 
         model = find(args.model)
         geometry = model.geometry.shard(tp)
@@ -61,9 +59,7 @@ class PlanRequest(NamedTuple):
         whole = model.weights if weights is None else weights
         share = -(-(whole or 0) // tp)
         budget = None if memory is None else Budget(memory, share, reserve or 0)
-        return cls(
-            args, model, geometry, settings, state.source, batches, tp, draft, share, said, budget, plot
-        )  # fmt: skip
+        return cls(args, model, geometry, settings, state.source, batches, tp, draft, share, said, budget, plot)
 
 
 def parse_size(option: str, text: str) -> int:
@@ -80,40 +76,3 @@ def parse_size(option: str, text: str) -> int:
 
 def _size(option: str, text: str | None) -> int | None:
     return None if text is None else parse_size(option, text)
-
-
-def _least(option: str, value: int, least: int) -> int:
-    if value < least:
-        raise OptionError(f"{option} {value} is below {least}")
-    return value
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    found = []
-    for part in text.split(","):
-        if not part.strip().lstrip("-").isdecimal():
-            raise OptionError(f"--batch {text!r}: {part.strip()!r} is not a whole number; as in --batch 1,8,64")
-        found.append(_least("--batch", int(part), 1))
-    return tuple(dict.fromkeys(found))
-
-
-def _dtype(option: str, text: str, allowed: tuple[str, ...]) -> str:
-    name = text.strip().lower().removeprefix("torch.")
-    name = {**SHORT_NAMES, "fp8": "float8"}.get(name, name)
-    if name not in allowed:
-        raise DtypeError.unsupported(option, text, allowed)
-    return name
-
-
-def _plot(path: Path) -> Path:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("--plot needs matplotlib: pip install 'replayssm[bench]'")
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise OptionError(f"--plot {path}: the name must end with one of {', '.join(PLOT_SUFFIXES)}")
-    if path.is_dir():
-        raise OptionError(f"--plot {path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise OptionError(f"--plot {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OptionError(f"--plot {path} cannot be written: permission denied")
-    return path

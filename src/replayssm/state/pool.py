@@ -4,8 +4,8 @@ A slot belongs to one request from `allocate` to `free`. Its true state is check
 all layers, which the owner of the forward moves once per forward (`gather_cursors`, `advance_cursors`). Everything here
 that reads a state for somebody else folds the ring on the way, so a ring never leaves its slot.
 
-No slot number is special: padding rows of a batch carry -1. The pool's books are kept on the host. Only `offload` waits
-for the device.
+No slot number is special: padding rows of a batch carry -1. The pool's books are kept on the host. Only `offload` and
+`restore` wait for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from replayssm import ops
-from replayssm.errors import PoolFullError, ShapeError, SlotError
+from replayssm.errors import OptionError, PoolFullError, ShapeError, SlotError
 from replayssm.spec import DEFAULT_RING_LEN, LayerSpec, check_ring_len, check_state_dtype
 
 
@@ -131,11 +131,11 @@ class SlotPool:
     def allocate(self, count: int = 1, owner: object = None) -> list[int]:
         """`count` distinct slots with an empty ring, a state of zeros and an empty conv window.
 
-        The slot that was free the longest comes first. `owner` is for messages. Raises `PoolFullError`, with nothing
-        allocated.
+        The slot that was free the longest comes first. `owner` is for messages. Raises `PoolFullError`, for a count
+        below 0 `OptionError`, with nothing allocated.
         """
         if count < 0:
-            raise PoolFullError(f"{count} slots cannot be allocated; ask for 0 or more")
+            raise OptionError(f"{count} slots cannot be allocated; ask for 0 or more")
         if not self.can_allocate(count):
             raise PoolFullError(
                 f"{count} slots asked for, {len(self._free)} of {self.slots} are free; wait for a request to end, or "
@@ -217,14 +217,6 @@ class SlotPool:
         ring and no cursor, which are empty then."""
         return {"state": self.state, "conv": self.conv}
 
-    def reset(self) -> None:
-        """Forget the order in which slots were freed. Raises `SlotError` while a slot is in use."""
-        if self._owner:
-            raise SlotError(
-                f"{len(self._owner)} slots are in use, the first by {_name(self, min(self._owner))}; free them"
-            )
-        self._free = deque(range(self.slots))
-
     def check(self) -> None:
         """The books: every slot is free or owned, and once. Raises `SlotError`."""
         found = sorted([*self._free, *self._owner])
@@ -246,6 +238,10 @@ class SlotPool:
     def _index(self, slots: Sequence[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int32, device=self.device)
 
+    def _name(self, slot: int) -> str:
+        owner = self._owner[slot]
+        return "an unnamed owner" if owner is None else str(owner)
+
     def _live(self, slots: Iterable[int]) -> list[int]:
         """Plain numbers of slots that are in use, each named once."""
         checked: list[int] = []
@@ -257,7 +253,7 @@ class SlotPool:
             checked.append(slot)
         if len(set(checked)) < len(checked):
             twice = next(slot for slot in checked if checked.count(slot) > 1)
-            raise SlotError(f"slot {twice} of {_name(self, twice)} is named twice")
+            raise SlotError(f"slot {twice} of {self._name(twice)} is named twice")
         return checked
 
 
@@ -268,8 +264,3 @@ def _one_geometry(specs: Sequence[LayerSpec]) -> LayerSpec:
         if spec != specs[0]:
             raise ShapeError(f"linear layer {i} is {spec}, layer 0 is {specs[0]}; a pool holds layers of one geometry")
     return specs[0]
-
-
-def _name(pool: SlotPool, slot: int) -> str:
-    owner = pool._owner[slot]
-    return "an unnamed owner" if owner is None else str(owner)

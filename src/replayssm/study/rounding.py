@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,8 +89,3 @@ def decode(
     k_cache[slots, :, count] = now.k_raw[~fold].to(k_cache.dtype)
     g_cache[slots, :, count] = (now.g if is_kda else now.g.squeeze(-1))[~fold]
     return out
-
-
-def stand_in(operands: str) -> dict[str, Any]:
-    """What `mock.patch.multiple(ops, …)` takes."""
-    return {"fused_recurrent_linear_replayssm_decode": op(operands)}

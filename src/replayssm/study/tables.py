@@ -45,6 +45,12 @@ def _end(rows: list[dict[str, Any]]) -> int:
     return max((row["steps"] for row in rows), default=0)
 
 
+def _decode(row: dict[str, Any]) -> str:
+    """How a row was decoded: 'replay, L = 8'."""
+    name = row["route"] if row["ring_len"] is None else f"{row['route']}, L = {row['ring_len']}"
+    return name if row["operands"] in (None, "exact") else f"{name}, {row['operands']} operands"
+
+
 def _case(row: dict[str, Any]) -> tuple[str, str]:
     return row["kind"], row["decay"]
 
@@ -53,12 +59,11 @@ def _drift(result: dict[str, Any], what: str) -> Table:
     rows, end = result["drift"], _end(result["drift"])
     cells = []
     for dtype in STATE_DTYPES:
-        for route, length, operands in (("packed", None, None), ("replay", DEFAULT_RING_LEN, "exact")):
+        for length, operands in ((None, None), (DEFAULT_RING_LEN, "exact")):  # packed, replay
             wanted = (dtype, length, operands, end)
             mine = [r for r in rows if (r["state_dtype"], r["ring_len"], r["operands"], r["steps"]) == wanted]
             if mine:
-                name = route if length is None else f"{route}, L = {length}"
-                cells.append([dtype, name, *(f"{r[what]:.1e}" for r in mine)])
+                cells.append([dtype, _decode(mine[0]), *(f"{r[what]:.1e}" for r in mine)])
     name = what.replace("_", " ")
     return Table(f"relative {name} after {end} steps", ("state", "decode", *_heads(rows)), cells, 2)
 
@@ -101,10 +106,8 @@ def _rounding(result: dict[str, Any]) -> Table:
 def _text(model: str, rows: list[dict[str, Any]]) -> Table:
     cells = []
     for r in rows:
-        name = r["route"] if r["route"] != "replay" else f"replay, L = {r['ring_len']}"
-        name += f", {r['operands']} operands" if r["operands"] not in (None, "exact") else ""
         numbers = (f"{r[key]:.{digits}f}" for key, digits in COLUMNS.items())
-        cells.append([name, r["state_dtype"] or "–", *numbers])
+        cells.append([_decode(r), r["state_dtype"] or "–", *numbers])
     header = (
         "decode", "state", "bits per byte", "same top token", "greedy tokens before a difference", "rows equal",
         "repeats, greedy", "repeats, sampled",
@@ -119,9 +122,8 @@ def scores(result: dict[str, Any]) -> list[Table]:
     for model, rows in result["task"].items():
         cells = []
         for r in rows:
-            name = r["route"] if r["route"] != "replay" else f"replay, L = {r['ring_len']}"
             interval = f"{r['low']:.3f} … {r['high']:.3f}"
-            cells.append([name, r["state_dtype"] or "–", f"{r['accuracy']:.3f}", interval, str(r["changed"])])
+            cells.append([_decode(r), r["state_dtype"] or "–", f"{r['accuracy']:.3f}", interval, str(r["changed"])])
         header = ("decode", "state", "right", "95 %", "completions changed")
         made.append(Table(f"model {model}, {rows[0]['count']} sums with worked steps", header, cells, 2))
     return made
