@@ -16,6 +16,7 @@ from torch import Tensor
 
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import ShapeError
+from replayssm.state import upload
 
 NEVER = float("-inf")
 # Multipliers of the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), as signed 64-bit numbers.
@@ -72,21 +73,20 @@ def prepare(params: Sequence[SamplingParams], seeds: Sequence[int], device: torc
 
     def column(name: str, unused: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
         values = [getattr(p, name) for p in params]
-        return None if all(v == unused for v in values) else torch.tensor(values, dtype=dtype).to(device)
+        return None if all(v == unused for v in values) else upload(values, dtype, device)
 
     asked = [p.logprobs for p in params if p.logprobs is not None]
     bias = None
     if entries := [(row, token, value) for row, p in enumerate(params) for token, value in p.logit_bias.items()]:
         rows, tokens, values = zip(*entries, strict=True)
         bias = (
-            torch.tensor(rows).to(device), torch.tensor(tokens).to(device),
-            torch.tensor(values, dtype=torch.float32).to(device),
+            upload(rows, torch.int64, device), upload(tokens, torch.int64, device),
+            upload(values, torch.float32, device),
         )  # fmt: skip
     return Batch(
-        torch.tensor([float(p.temperature) for p in params]).to(device),
-        torch.tensor(list(seeds), dtype=torch.int64).to(device), column("top_k", 0, torch.int64), column("top_p", 1.0),
-        column("min_p", 0.0), column("repetition_penalty", 1.0), column("presence_penalty", 0.0),
-        column("frequency_penalty", 0.0), bias, max(asked) if asked else None,
+        upload([p.temperature for p in params], torch.float32, device), upload(list(seeds), torch.int64, device),
+        column("top_k", 0, torch.int64), column("top_p", 1.0), column("min_p", 0.0), column("repetition_penalty", 1.0),
+        column("presence_penalty", 0.0), column("frequency_penalty", 0.0), bias, max(asked) if asked else None,
         any(not p.greedy for p in params),
     )  # fmt: skip
 

@@ -29,12 +29,12 @@ class TextStream:
         self.text = ""
         self.stopped: str | None = None
 
-    def push(self, token: int) -> str:
-        """The text that is certain after one more token; often empty."""
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """The text that is certain after one more token; often empty. Without `may_stop`, stop texts are text."""
         if self.stopped is not None:
             return ""
         self._tokens.append(token)
-        return self._emit(self._stream.step(self._tokenizer, token) or "", final=False)
+        return self._emit(self._stream.step(self._tokenizer, token) or "", final=False, may_stop=may_stop)
 
     def finish(self) -> str:
         """What was held back, when the output has ended otherwise. Bytes that are no character are shown as U+FFFD."""
@@ -43,14 +43,15 @@ class TextStream:
         whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         return self._emit(whole[len(self.text) + len(self._held) :], final=True)
 
-    def _emit(self, new: str, final: bool) -> str:
+    def _emit(self, new: str, final: bool, may_stop: bool = True) -> str:
         self._held += new
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        stops = self._stop if may_stop else ()
+        found = [(at, stop) for stop in stops if (at := self._held.find(stop)) >= 0]
         if found:
             at, self.stopped = min(found, key=lambda hit: (hit[0], -len(hit[1])))
             out, self._held = self._held[:at], ""
         else:
-            keep = 0 if final else max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            keep = 0 if final else max((_overlap(self._held, stop) for stop in stops), default=0)
             cut = len(self._held) - keep
             out, self._held = self._held[:cut], self._held[cut:]
         self.text += out

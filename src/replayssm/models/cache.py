@@ -23,7 +23,37 @@ from replayssm.models.options import Mode, ReplayOptions
 from replayssm.spec import DEFAULT_RING_LEN, LayerSpec
 
 
-class ReplayLayer(LinearAttentionLayer):
+class DecodeLayer(LinearAttentionLayer):
+    """What a replay layer of the model asks of its cache layer, besides what a stock layer asks."""
+
+    force_flush: torch.Tensor | None = None  # rows that must fold at the next step, [B] int32
+
+    def takes_step(self, length: int) -> bool:
+        """Whether a forward of `length` tokens a row is a decode step."""
+        raise NotImplementedError
+
+    def rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Pool of checkpoints [slots, HV, V, K], slots [B] int32 and cursors [B] int32 of `batch` rows."""
+        raise NotImplementedError
+
+    def route(self, spec: LayerSpec) -> Route:
+        """How the next step decodes. Before a packed one the ring must be flushed."""
+        raise NotImplementedError
+
+    def rings(self, spec: LayerSpec, io_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The d, k and g caches of the pool."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """A replay step of this layer is done."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Fold the ring into the checkpoint."""
+        raise NotImplementedError
+
+
+class ReplayLayer(DecodeLayer):
     """State of one linear-attention layer: conv state, checkpoint [B, HV, V, K], ring, and cursor [B] int32.
 
     To transformers it is an ordinary linear-attention cache layer whose recurrent state [B, HV, K, V] is a
@@ -103,6 +133,10 @@ class ReplayLayer(LinearAttentionLayer):
             self._slots = torch.arange(batch, dtype=torch.int32, device=self.checkpoint.device)
             self.cursor = _static(torch.zeros_like(self._slots))
         return self.checkpoint, self._slots, self.cursor
+
+    def takes_step(self, length: int) -> bool:
+        """Whether a forward of `length` tokens a row is a decode step: one token that continues a state."""
+        return length == 1 and self.has_previous_state[0] and not self.record_past
 
     def route(self, spec: LayerSpec) -> Route:
         """How the next step decodes. Before a packed one the ring must be flushed."""
@@ -205,14 +239,14 @@ class ReplayCache(DynamicCache):
                 layer.flush()
 
 
-def adopt(cache: Cache, layer_idx: int, options: ReplayOptions) -> ReplayLayer:
+def adopt(cache: Cache, layer_idx: int, options: ReplayOptions) -> DecodeLayer:
     """The replay layer at `layer_idx` of any transformers cache, upgraded in place when it is a stock one.
 
     A stock layer that already holds a state keeps it. Raises `CacheStateError` when there is no linear-attention
     layer at that index.
     """
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if isinstance(layer, ReplayLayer):
+    if isinstance(layer, DecodeLayer):
         return layer
     if type(layer) is not LinearAttentionLayer:
         found = "nothing" if layer is None else type(layer).__name__

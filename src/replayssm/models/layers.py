@@ -2,7 +2,8 @@
 
 A replay layer class is the stock class with `ReplayMixin` in front. Its forward takes over exactly one case: one
 token per row that continues a state. Prefill, continuation by several tokens, training and forwards without a cache
-go to the stock forward, on a flushed state. The branch is on the length of the input, never on "there is a cache".
+go to the stock forward, on a flushed state. The cache layer says which case it is (`takes_step`): by the length of the
+input where nothing better is known, by the phase of the step in an engine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from replayssm import ops
 from replayssm.errors import CacheStateError, UnsupportedModelError
-from replayssm.models.cache import ReplayLayer, adopt
+from replayssm.models.cache import DecodeLayer, adopt
 from replayssm.models.families import FAMILIES, layer_classes
 from replayssm.models.options import ReplayOptions
 from replayssm.spec import LayerSpec
@@ -74,7 +75,7 @@ class ReplayMixin(nn.Module):
         if cache_params is None or self.replay is None:
             return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
         layer = adopt(cache_params, self.layer_idx, self.replay)
-        if hidden_states.shape[1] == 1 and layer.has_previous_state[0] and not layer.record_past:
+        if layer.takes_step(hidden_states.shape[1]):
             if attention_mask is not None:
                 hidden_states = hidden_states * attention_mask[:, -1:, None].to(hidden_states.dtype)
             return self._decode(hidden_states, layer)
@@ -86,7 +87,7 @@ class ReplayMixin(nn.Module):
             layer.rings(spec, result.dtype)
         return result
 
-    def _decode(self, hidden_states: torch.Tensor, layer: ReplayLayer) -> torch.Tensor:
+    def _decode(self, hidden_states: torch.Tensor, layer: DecodeLayer) -> torch.Tensor:
         batch = hidden_states.shape[0]
         spec = self.spec()
         checkpoint, slots, cursor = layer.rows(batch)
@@ -105,9 +106,10 @@ class ReplayMixin(nn.Module):
             layer.flush()
             ops.fused_recurrent_linear_packed_decode(mixed_qkv, *gates, checkpoint, core, slots, **kind)
         else:
+            assert cursor is not None  # a step with a ring has cursors
             d_cache, k_cache, g_cache = layer.rings(spec, mixed_qkv.dtype)
             ops.fused_recurrent_linear_replayssm_decode(
-                mixed_qkv, *gates, checkpoint, d_cache, k_cache, g_cache, core, slots, cursor, **kind
+                mixed_qkv, *gates, checkpoint, d_cache, k_cache, g_cache, core, slots, cursor, layer.force_flush, **kind
             )
             layer.advance()
         if torch.is_grad_enabled():

@@ -21,6 +21,7 @@ from torch import Tensor
 from replayssm import ops
 from replayssm.errors import OptionError, PoolFullError, ShapeError, SlotError
 from replayssm.spec import DEFAULT_RING_LEN, LayerSpec, check_ring_len, check_state_dtype
+from replayssm.state.host import upload
 
 
 class LayerState(NamedTuple):
@@ -236,7 +237,7 @@ class SlotPool:
         self.cursor.index_fill_(0, other.long(), 0)
 
     def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(slots, dtype=torch.int32, device=self.device)
+        return upload(slots, torch.int32, self.device)
 
     def _name(self, slot: int) -> str:
         owner = self._owner[slot]

@@ -1,0 +1,238 @@
+"""The engine: requests go in, steps run, tokens come out. One thread drives it; nothing in it is locked."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from replayssm.engine.options import EngineOptions
+from replayssm.engine.params import SamplingParams
+from replayssm.engine.request import Logprob, Reason, Request, Saved
+from replayssm.engine.runner import Flight, Runner, needs_history
+from replayssm.engine.scheduler import Scheduler
+from replayssm.engine.setup import EngineParts, build
+from replayssm.engine.text import TextStream
+from replayssm.errors import OptionError, PromptError
+from replayssm.models.loading import LoadedModel
+
+Listener = Callable[[Request, str], None]
+
+
+class Engine:
+    """Decodes many requests at once. `add` them, `step` until `idle`.
+
+    Args:
+        loaded: what `replayssm.load_model` returns, or the parts of it that are needed (`replayssm.engine.setup`).
+        options: see `EngineOptions`.
+
+    A listener given to `add` is called as `listener(request, new_text)` after every token, and once more, with what
+    text was held back, when the request has finished.
+    """
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
+        self.options = options or EngineOptions()
+        parts: EngineParts = build(loaded, self.options)
+        self.plan, self.context, self.stops = parts.plan, parts.context, parts.stops
+        self.tokenizer, self.vocabulary = loaded.tokenizer, parts.vocabulary
+        self.slots, self.pages, self._close = parts.slots, parts.pages, parts.close
+        self.runner = Runner(
+            loaded.model, self.slots, self.pages, parts.linear, self.vocabulary, self.stops,
+            -(-self.context // self.options.page_size), self.options.mode, self.options.snapshot_interval,
+        )  # fmt: skip
+        self.scheduler = Scheduler(
+            self.slots, self.pages, self.options.chunk_tokens, self._preempt, self._restore, self.drain, self._adopt
+        )
+        on_gpu = self.slots.device.type == "cuda"
+        self.overlap = on_gpu if self.options.overlap is None else self.options.overlap
+        self._flight: Flight | None = None
+        self._ids = count()
+        self._listeners: dict[Request, Listener] = {}
+        self.steps = 0
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        self._close()
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        listener: Listener | None = None,
+    ) -> Request:
+        """`make` a request and `submit` it."""
+        request = self.make(prompt, params)
+        self.submit(request, listener)
+        return request
+
+    def make(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Check a prompt, a text or token ids. Any thread may call it; nothing of the engine changes.
+
+        Raises `PromptError` or `OptionError` with the numbers when it can never run.
+        """
+        params = params or SamplingParams()
+        params.check_vocabulary(self.vocabulary)
+        if params.stop and self.tokenizer is None:
+            raise OptionError(f"stop {list(params.stop)} needs a tokenizer, and the model has none; use stop_token_ids")
+        tokens = self._tokens(prompt)
+        limit = min(len(tokens) + params.max_tokens, self.context)
+        if len(tokens) >= self.context:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens and leaves no room for an answer in a context of {self.context}; "
+                "shorten it"
+            )
+        if self.pages.pages_for(limit) > self.pages.pages:
+            raise PromptError(
+                f"{len(tokens)} prompt tokens and up to {limit - len(tokens)} more need {self.pages.pages_for(limit)} "
+                f"pages of {self.pages.page_size} tokens, all there are is {self.pages.pages}; ask for fewer "
+                "(max_tokens), or give the engine more memory"
+            )
+        seed = params.seed if params.seed is not None else random.getrandbits(63)
+        request = Request(next(self._ids), tokens, params, seed, limit=limit)
+        request.stream = self._stream(params)
+        return request
+
+    def submit(self, request: Request, listener: Listener | None = None) -> None:
+        """Queue what `make` returned.
+
+        The outputs 1 … n-1 of a request reach the same listener; this one is their `parent`.
+        """
+        if listener is not None:
+            self._listeners[request] = listener
+        self.scheduler.waiting.append(request)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or is in flight."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._flight)
+
+    def step(self) -> None:
+        """Run one step. With `overlap`, the tokens of the step before are read while it runs."""
+        if self.overlap and needs_history(self.scheduler.running):
+            self.drain()
+        step = self.scheduler.schedule()
+        flight = None
+        if step:
+            try:
+                flight = self.runner.launch(step)
+            except Exception as error:  # the others go on; what this step left in slots and pages is nobody's
+                self.drain()
+                self._fail([*step.decode, *(one for chunk in step.prefill for one in chunk.requests)], error)
+            self.steps += 1
+        before, self._flight = self._flight, flight
+        self._collect(before)
+        if not self.overlap:
+            self.drain()
+
+    def drain(self) -> None:
+        """Read the tokens that are in flight."""
+        flight, self._flight = self._flight, None
+        self._collect(flight)
+
+    def run(self) -> None:
+        """Step until idle."""
+        while not self.idle:
+            self.step()
+
+    def abort(self, request: Request) -> None:
+        """End a request at whatever phase it is, its forks too. What it has so far stays."""
+        for one in [*self.scheduler.waiting, *self.scheduler.running]:
+            if one is request or one.parent is request:
+                self._finish(one, "abort")
+        if not request.finished:
+            self._finish(request, "abort")
+
+    def abort_all(self) -> None:
+        """End everything."""
+        for request in [*self.scheduler.waiting, *self.scheduler.running]:
+            self._finish(request, "abort")
+        self.drain()
+
+    def _collect(self, flight: Flight | None) -> None:
+        if flight is None:
+            return
+        now = time.perf_counter()
+        for request, token, logprob in flight.results():
+            if request.finished:  # it ended while this step was on its way
+                continue
+            try:
+                self._accept(request, token, logprob, now)
+            except Exception as error:  # one request's trouble must not become the others'
+                self._fail([request], error)
+
+    def _accept(self, request: Request, token: int, logprob: Logprob | None, now: float) -> None:
+        request.tokens.append(token)
+        request.first_token = request.first_token or now
+        request.last_token = now
+        if logprob is not None:
+            request.logprobs.append(logprob)
+        made = len(request.output)
+        ends = token in self.runner.enders(request.params) and made >= request.params.min_tokens
+        text = ""
+        if request.stream is not None and not ends:
+            text = request.stream.push(token, may_stop=made >= request.params.min_tokens)
+            ends = request.stream.stopped is not None
+        if ends:
+            self._finish(request, "stop", text)
+        elif len(request.tokens) >= request.limit:
+            self._finish(request, "length", text)
+        elif (listener := self._listeners.get(request)) is not None:
+            listener(request, text)
+
+    def _finish(self, request: Request, reason: Reason, text: str = "") -> None:
+        slot = request.slot
+        self.scheduler.finish(request)
+        if slot >= 0:
+            self.runner.forget(slot)
+        request.reason = reason
+        if request.stream is not None and reason != "error":
+            text += request.stream.finish()
+        if (listener := self._listeners.pop(request, None)) is not None:
+            listener(request, text)
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        for request in requests:
+            if not request.finished:
+                request.error = f"{type(error).__name__}: {error}"
+                self._finish(request, "error")
+
+    def _preempt(self, request: Request) -> None:
+        if self.options.preempt == "offload" and request.computed:
+            self.runner.flush([request.slot])
+            state = self.slots.offload(request.slot)
+            pages = self.pages.pages_for(request.computed)
+            request.saved = Saved(state, self.pages.offload(request.pages[:pages]), request.computed)
+        request.computed = 0
+        self.runner.forget(request.slot)
+        self.scheduler.release(request)
+
+    def _restore(self, request: Request) -> None:
+        saved, request.saved = request.saved, None
+        assert saved is not None
+        self.slots.restore(request.slot, saved.state)
+        self.pages.restore(request.pages[: self.pages.pages_for(saved.computed)], saved.pages)
+        request.computed = saved.computed
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            ids: Any = self.tokenizer.encode(prompt)
+            tokens = list(ids)
+        else:
+            tokens = [int(token) for token in prompt]
+            for token in tokens:
+                if not 0 <= token < self.vocabulary:
+                    raise PromptError(f"prompt token {token} is outside 0…{self.vocabulary - 1}")
+        if not tokens:
+            raise PromptError("the prompt is empty; give at least one token")
+        return tokens
+
+    def _adopt(self, child: Request) -> None:
+        """A fork streams like its parent, to the same listener."""
+        child.stream = self._stream(child.params)
+        if child.parent is not None and (listener := self._listeners.get(child.parent)) is not None:
+            self._listeners[child] = listener
+
+    def _stream(self, params: SamplingParams) -> TextStream | None:
+        return None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)

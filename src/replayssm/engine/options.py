@@ -1,0 +1,67 @@
+"""How an engine is set up. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from replayssm.checks import at_least
+from replayssm.errors import OptionError
+from replayssm.spec import DEFAULT_RING_LEN, check_ring_len
+
+Mode = Literal["auto", "replay", "packed"]
+Preempt = Literal["offload", "recompute"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Raises `OptionError` or `RingLengthError` with the value and the limit.
+
+    Attributes:
+        ring_len: L, decode steps between two writes of a state.
+        state_dtype: of recurrent states; None as for `replayssm.enable`.
+        mode: "replay", "packed", or "auto" for the faster one at each batch size.
+        memory: bytes that weights, states, pages and work may take together; None takes `memory_fraction` of the GPU,
+            on a CPU 4 GiB besides the weights.
+        memory_fraction: of the GPU's memory.
+        max_requests: that decode at once; None takes what the memory holds, at most 256 (on a CPU 32).
+        chunk_tokens: tokens of prompts in one step, at least 2.
+        page_size: tokens of a page of keys and values.
+        context: longest request in tokens; None takes the model's.
+        preempt: what happens to the youngest request when pages run out: its state and pages move to host memory, or
+            are dropped and computed again.
+        graphs: CUDA graphs for decode steps; ignored on a CPU.
+        overlap: read the tokens of a step while the next one runs; None does so on a GPU.
+        snapshot_interval: rows whose length becomes a multiple of it fold at that step; 0 never.
+    """
+
+    ring_len: int = DEFAULT_RING_LEN
+    state_dtype: str | None = None
+    mode: Mode = "auto"
+    memory: int | None = None
+    memory_fraction: float = 0.9
+    max_requests: int | None = None
+    chunk_tokens: int = 2048
+    page_size: int = 16
+    context: int | None = None
+    preempt: Preempt = "offload"
+    graphs: bool = True
+    overlap: bool | None = None
+    snapshot_interval: int = 0
+
+    def __post_init__(self) -> None:
+        check_ring_len(self.ring_len)
+        for name, value, allowed in (
+            ("mode", self.mode, ("auto", "replay", "packed")), ("preempt", self.preempt, ("offload", "recompute")),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise OptionError(f"{name} {value!r} is unknown; use one of {', '.join(allowed)}")
+        if not 0 < self.memory_fraction <= 1:
+            raise OptionError(f"memory_fraction {self.memory_fraction} is outside (0, 1]")
+        for name, number, least in (
+            ("memory", self.memory, 1), ("max_requests", self.max_requests, 1), ("chunk_tokens", self.chunk_tokens, 2),
+            ("page_size", self.page_size, 1), ("context", self.context, 2),
+            ("snapshot_interval", self.snapshot_interval, 0),
+        ):  # fmt: skip
+            if number is not None:
+                at_least(name, number, least)

@@ -1,0 +1,272 @@
+"""One step on the device: decode rows, chunks of prompts, tokens sampled from their logits.
+
+`launch` only enqueues work. Nothing waits for the device until `Flight.tokens` is read, so that the next step can be
+prepared meanwhile; a decode step takes the tokens of the step before from device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm import ops
+from replayssm.engine.cache import EngineCache, Rows, chunk_mask, decode_mask
+from replayssm.engine.params import SamplingParams
+from replayssm.engine.request import Logprob, Request
+from replayssm.engine.sampler import Batch, History, Sampled, prepare, sample
+from replayssm.engine.scheduler import Chunk, Step
+from replayssm.kernels.policy import Route
+from replayssm.state import PagePool, SlotPool, upload
+
+
+class Flight:
+    """A launched step: `requests` get one token each. Reading them waits for the device."""
+
+    def __init__(self, requests: list[Request], sampled: Sampled) -> None:
+        self.requests = requests
+        self._parts = [None if x is None else x.to("cpu", non_blocking=True) for x in sampled]
+        self._done = None
+        if sampled.tokens.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def results(self) -> list[tuple[Request, int, Logprob | None]]:
+        """Request, token and logprobs of each row."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, chosen, top_tokens, top_logprobs = self._parts
+        assert tokens is not None
+        found: list[tuple[Request, int, Logprob | None]] = []
+        for row, (request, token) in enumerate(zip(self.requests, tokens.tolist(), strict=True)):
+            logprob, wanted = None, request.params.logprobs
+            if wanted is not None and chosen is not None and top_tokens is not None and top_logprobs is not None:
+                top = zip(top_tokens[row, :wanted].tolist(), top_logprobs[row, :wanted].tolist(), strict=True)
+                logprob = Logprob(token, float(chosen[row]), tuple(top))
+            found.append((request, token, logprob))
+        return found
+
+
+@dataclass
+class DecodeInputs:
+    """What a decode step of B rows takes, in device memory: [B] each.
+
+    `tokens` int64, -1 for the one that the step before sampled; `positions` int64; `slots` int32, -1 for padding.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+class Runner:
+    """Runs steps of `model` on the pools. `stops` are the tokens that end a text by the model's own account."""
+
+    def __init__(
+        self,
+        model: Any,
+        slots: SlotPool,
+        pages: PagePool,
+        linear: Sequence[bool],
+        vocabulary: int,
+        stops: frozenset[int],
+        max_pages: int,
+        mode: str = "auto",
+        snapshot_interval: int = 0,
+    ) -> None:
+        self.model, self.slots, self.pages = model, slots, pages
+        self.vocabulary, self.stops, self.mode, self.interval = vocabulary, stops, mode, snapshot_interval
+        self.device = slots.device
+        self.cache = EngineCache(linear, slots, pages)
+        self.last_token = torch.zeros(slots.slots, dtype=torch.int64, device=self.device)
+        # pages of each slot's request; what lies behind its last page is never read
+        self.table = torch.full((slots.slots, max_pages), pages.zeros, dtype=torch.int64, device=self.device)
+        self.ringed: set[int] = set()  # slots whose ring may hold records
+        self._batch: tuple[tuple[tuple[int, int], ...], Batch] | None = None
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Flight | None:
+        """Enqueue a step and move its requests on. None when no token is sampled in it."""
+        rows: list[Request] = []
+        logits: list[Tensor] = []
+        if step.decode:
+            logits.append(self._decode(step.decode))
+            rows += step.decode
+        for _, group in groupby(step.prefill, key=lambda chunk: (chunk.start, chunk.length)):
+            chunks = list(group)
+            last = self._prefill(chunks)
+            for row, chunk in enumerate(chunks):
+                if chunk.last:
+                    self._fork(chunk)
+                    takers = chunk.requests
+                    logits.append(last[row].expand(len(takers), -1))
+                    rows += takers
+        for request in step.decode:
+            request.computed += 1
+        for chunk in step.prefill:
+            chunk.request.computed += chunk.length
+        if not rows:
+            return None
+        sampled = self._sample(rows, logits[0] if len(logits) == 1 else torch.cat(logits))
+        self.last_token.index_copy_(0, self._up([request.slot for request in rows]), sampled.tokens)
+        for request in rows:
+            request.length += 1
+        return Flight(rows, sampled)
+
+    def _decode(self, requests: list[Request]) -> Tensor:
+        """Logits [B, vocabulary] of one more token of each."""
+        route = self._route(len(requests))
+        slots = [request.slot for request in requests]
+        if route == "replay":
+            self.ringed.update(slots)
+        else:
+            self.flush(slots)
+        self._sync_pages(requests)
+        inputs = DecodeInputs(
+            self._up([r.tokens[r.length - 1] if len(r.tokens) == r.length else -1 for r in requests]),
+            self._up([request.length - 1 for request in requests]),
+            self.slots.index(slots),
+        )
+        return self.decode_forward(inputs, max(len(request.pages) for request in requests), route)
+
+    def _sync_pages(self, requests: Sequence[Request]) -> None:
+        """Tell the device about pages that are new since the request's last step."""
+        new = [(r.slot, i, r.pages[i]) for r in requests for i in range(r.synced, len(r.pages))]
+        if new:
+            slot, place, page = zip(*new, strict=True)
+            self.table.index_put_((self._up(slot), self._up(place)), self._up(page))
+            for request in requests:
+                request.synced = len(request.pages)
+
+    def _up(self, values: Sequence[Any]) -> Tensor:
+        return upload(values, torch.int64, self.device)
+
+    def decode_forward(self, inputs: DecodeInputs, pages: int, route: Route) -> Tensor:
+        """The decode step on the device alone, for contexts of up to `pages` pages: nothing depends on values."""
+        size, positions, slots = self.pages.page_size, inputs.positions, inputs.slots
+        live = slots >= 0
+        own = slots.clamp_min(0).long()
+        tokens = torch.where(inputs.tokens < 0, self.last_token[own], inputs.tokens)
+        table = self.table[own, :pages]
+        page = table.gather(1, (positions // size)[:, None])[:, 0]
+        write = torch.where(live, page, self.pages.trash) * size + positions % size
+        length = pages * size
+        at = torch.arange(length, device=self.device)
+        seen = (at <= positions[:, None]) & live[:, None]
+        read = torch.where(seen, table.repeat_interleave(size, 1) * size + at % size, self.pages.zeros * size)
+        cursor = force = None
+        if route == "replay":
+            cursor = ops.gather_cursors(self.slots.cursor, slots)
+            if self.interval:
+                force = ops.force_flush_mask(positions + 1, self.interval, slots)
+        self.cache.current.rows = Rows("decode", slots, 0, write, read, cursor, route, force)
+        mask = decode_mask(positions, length)
+        logits = self._forward(tokens[:, None], positions[:, None], mask)
+        if route == "replay":
+            assert self.slots.ring_len is not None
+            ops.advance_cursors(self.slots.cursor, slots, self.slots.ring_len, force)
+        return logits
+
+    def _prefill(self, chunks: list[Chunk]) -> Tensor:
+        """Logits [B, vocabulary] after chunks of one start and length."""
+        start, length = chunks[0].start, chunks[0].length
+        slots = [chunk.request.slot for chunk in chunks]
+        if start:
+            self.flush(slots)
+        size = self.pages.page_size
+        tables = [chunk.request.pages[: self.pages.pages_for(start + length)] for chunk in chunks]
+        pages = self._up(tables)
+        at = torch.arange(start + length, device=self.device)
+        read = pages[:, at // size] * size + at % size
+        write = read[:, start:].flatten()
+        rows = Rows("prefill", self.slots.index(slots), start, write, read if start else None)
+        self.cache.current.rows = rows
+        tokens = self._up([c.request.tokens[start : start + length] for c in chunks])
+        positions = at[start:].expand(len(chunks), -1)
+        return self._forward(tokens, positions, chunk_mask(start, length, self.device).expand(len(chunks), -1, -1, -1))
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        out = self.model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def _fork(self, chunk: Chunk) -> None:
+        """Copy state and the last, part-filled pages to the forks of a prompt that was just computed."""
+        parent = chunk.request
+        for child in chunk.forks:
+            self.slots.copy(parent.slot, child.slot)
+            for mine, theirs in zip(parent.pages, child.pages, strict=True):
+                if mine != theirs:
+                    self.pages.copy(mine, theirs)
+            child.computed = parent.computed + chunk.length
+
+    def _route(self, rows: int) -> Route:
+        if self.slots.ring_len is None or self.mode == "packed":
+            return "packed"
+        if self.mode == "replay":
+            return "replay"
+        return ops.decode_route(self.slots.state, self.slots.ring_len, rows, self.slots.spec.is_kda)
+
+    def flush(self, slots: Sequence[int]) -> None:
+        """Fold rings that may hold something."""
+        full = [slot for slot in slots if slot in self.ringed]
+        if full:
+            self.slots.flush(full)
+            self.ringed.difference_update(full)
+
+    def forget(self, slot: int) -> None:
+        """A slot was given back: whatever its ring holds is nobody's."""
+        self.ringed.discard(slot)
+
+    def _sample(self, rows: list[Request], logits: Tensor) -> Sampled:
+        """A token for each row."""
+        key = tuple((r.id, r.index) for r in rows)
+        if self._batch is None or self._batch[0] != key:
+            params = [row.params for row in rows]
+            self._batch = key, prepare(params, [row.seed for row in rows], self.device)
+        batch = self._batch[1]
+        positions = self._up([row.generated for row in rows])
+        history = self._history(rows) if batch.penalised else None
+        return sample(logits, batch, positions, history, self._forbidden(rows))
+
+    def _history(self, rows: list[Request]) -> History:
+        """What the rows have seen, built anew; the engine fetches every token first when a row has a penalty."""
+        prompt = torch.zeros(len(rows), self.vocabulary, dtype=torch.bool)
+        output = torch.zeros(len(rows), self.vocabulary, dtype=torch.int32)
+        for row, request in enumerate(rows):
+            if _penalised(request.params):
+                prompt[row, torch.tensor(request.prompt)] = True
+                made = torch.tensor(request.output, dtype=torch.int64)
+                output[row].index_add_(0, made, torch.ones(len(made), dtype=torch.int32))
+        return History(prompt.to(self.device), output.to(self.device))
+
+    def _forbidden(self, rows: list[Request]) -> Tensor | None:
+        """Tokens that would end a row before its `min_tokens`."""
+        early = [(row, r) for row, r in enumerate(rows) if r.generated < r.params.min_tokens]
+        pairs = [(row, token) for row, r in early for token in self.enders(r.params)]
+        if not pairs:
+            return None
+        mask = torch.zeros(len(rows), self.vocabulary, dtype=torch.bool)
+        index = torch.tensor(pairs)
+        mask[index[:, 0], index[:, 1]] = True
+        return mask.to(self.device)
+
+    def enders(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an output with these parameters."""
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stops)
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def needs_history(requests: Sequence[Request]) -> bool:
+    """Whether a step with these requests must know every token that came before."""
+    return any(_penalised(request.params) for request in requests)

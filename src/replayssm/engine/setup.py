@@ -1,0 +1,198 @@
+"""What an engine needs of a model, found out once: what each layer keeps for a token, and how the memory is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from replayssm.engine.options import EngineOptions
+from replayssm.engine.params import SamplingParams
+from replayssm.engine.sampler import History, prepare, sample
+from replayssm.errors import DeviceError, OptionError, UnsupportedModelError
+from replayssm.models.enable import enable
+from replayssm.models.loading import LoadedModel
+from replayssm.spec import LayerSpec
+from replayssm.state import MemoryPlan, PagePool, SlotPool, TokenArray, plan_memory
+
+GIB = 2**30
+CPU_BESIDES_WEIGHTS = 4 * GIB
+MOST_REQUESTS = {"cuda": 256, "cpu": 32}
+GATHERED_TOKENS = 2**19  # contexts of a decode step together, as far as one longest context allows
+
+
+class Layers(NamedTuple):
+    """Which layers of a model are linear, and what the others keep for a token."""
+
+    linear: list[bool]
+    arrays: list[list[TokenArray]]
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Pools and facts for the runner; `close` gives the model back as it was."""
+
+    plan: MemoryPlan
+    slots: SlotPool
+    pages: PagePool
+    linear: list[bool]
+    context: int
+    vocabulary: int
+    stops: frozenset[int]
+    gathered_tokens: int
+    close: Callable[[], None]
+
+
+def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
+    """Prepare `loaded.model` for an engine and allocate the pools.
+
+    Raises `OptionError`, `MemoryBudgetError`, `DeviceError` for a model on several devices, `UnsupportedModelError` for
+    a family whose attention cannot be batched.
+    """
+    model, text = loaded.model, loaded.config.get_text_config(decoder=True)
+    device = _one_device(model)
+    context = options.context or loaded.context_length
+    if context > loaded.context_length:
+        raise OptionError(f"context {context} exceeds the model's {loaded.context_length} positions")
+    handle = enable(model, options.ring_len, options.state_dtype, mode="packed")
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+
+    def close() -> None:
+        handle.disable()
+        model.set_attn_implementation(before)
+
+    try:
+        layers = probe(model, text)
+        specs = handle.specs
+        ring = None if options.mode == "packed" else options.ring_len
+        state_dtype = str(handle.options.state_dtype).removeprefix("torch.")
+        io_dtype = str(_io_dtype(model)).removeprefix("torch.")
+        slot = SlotPool.slot_bytes(specs, ring, state_dtype, io_dtype)
+        without_ring = SlotPool.slot_bytes(specs, None, state_dtype, io_dtype)
+        weights = sum(x.nbytes for x in {x.data_ptr(): x for x in model.parameters()}.values())
+        most = options.max_requests or MOST_REQUESTS.get(device.type, MOST_REQUESTS["cpu"])
+        gathered = max(context, min(GATHERED_TOKENS, most * context))
+        work = _work_bytes(model, text.vocab_size, options, most, gathered, context, layers)
+        plan = plan_memory(
+            _budget(options, device, weights), weights, work, slot, slot - without_ring, _conv_bytes(specs, io_dtype),
+            PagePool.page_bytes(layers.arrays, options.page_size), options.page_size, context, most,
+            options.max_requests,
+        )  # fmt: skip
+        slots = SlotPool(specs, plan.slots, ring, state_dtype, io_dtype, device)
+        pages = PagePool(layers.arrays, plan.pages, plan.page_size, device)
+    except BaseException:
+        close()
+        raise
+    return EngineParts(
+        plan, slots, pages, layers.linear, context, int(text.vocab_size), _stops(model, loaded.tokenizer), gathered,
+        close,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def probe(model: Any, text: Any) -> Layers:
+    """Let the model read two tokens and look at its cache."""
+    if text.model_type.startswith("qwen4_exp"):
+        raise UnsupportedModelError(
+            f"the engine cannot run {text.model_type}: its indexer goes through rows one by one on the host; "
+            "replayssm.enable and model.generate() work"
+        )
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    linear, arrays = [], []
+    layers: list[Any] = list(cache.layers)
+    for layer in layers:
+        linear.append(isinstance(layer, LinearAttentionCacheLayerMixin))
+        if not linear[-1]:
+            kept = [layer.keys, layer.values]
+            if (indexer := getattr(layer, "indexer_keys", None)) is not None:
+                kept.append(indexer[:, None])
+            arrays.append([TokenArray(x.shape[1], x.shape[3], x.dtype) for x in kept])
+    return Layers(linear, arrays)
+
+
+def _one_device(model: Any) -> torch.device:
+    found = {x.device for x in model.parameters()}
+    if len(found) != 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise DeviceError(f"the model lies on {names}; the engine needs it on one device")
+    device: torch.device = found.pop()
+    return device
+
+
+def _io_dtype(model: Any) -> torch.dtype:
+    dtype: torch.dtype = next(m for m in model.modules() if hasattr(m, "conv1d")).conv1d.weight.dtype
+    return dtype
+
+
+def _conv_bytes(specs: Sequence[LayerSpec], io_dtype: str) -> int:
+    return len(specs) * specs[0].conv_array(1, io_dtype).nbytes
+
+
+def _budget(options: EngineOptions, device: torch.device, weights: int) -> int:
+    if options.memory is not None:
+        return options.memory
+    if device.type != "cuda":
+        return weights + CPU_BESIDES_WEIGHTS
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * options.memory_fraction) - max(0, others)
+
+
+def _stops(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text: those of the generation config, else of the config or the tokenizer."""
+    for found in (model.generation_config, model.config.get_text_config(decoder=True), tokenizer):
+        eos = getattr(found, "eos_token_id", None)
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()
+
+
+def _work_bytes(
+    model: Any, vocabulary: int, options: EngineOptions, rows: int, gathered: int, context: int, layers: Layers
+) -> int:
+    """Bytes that a step needs besides weights and pools: measured on a GPU, estimated on a CPU."""
+    token = max((sum(one.nbytes for one in layer) for layer in layers.arrays), default=0)
+    contexts = gathered * (2 * token + 32)  # one layer's contexts, and the indices of their tokens
+    text = model.config.get_text_config(decoder=True)
+    if model.device.type != "cuda":
+        wide = 16 * text.hidden_size + 4 * getattr(text, "intermediate_size", text.hidden_size)
+        return contexts + options.chunk_tokens * (4 * wide + context) + rows * vocabulary * 4 * 8
+    length = min(options.chunk_tokens, context)
+    prompt = _peak(lambda: _read_prompt(model, length))
+    drawn = _peak(lambda: _draw(vocabulary, rows, model.device))
+    return int(1.1 * max(prompt + length * context, drawn, contexts)) + rows * vocabulary * 8 + GIB // 2
+
+
+@torch.inference_mode()
+def _read_prompt(model: Any, length: int) -> None:
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+@torch.inference_mode()
+def _draw(vocabulary: int, rows: int, device: torch.device) -> None:
+    """The sampler at its largest."""
+    params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=5)
+    logits = torch.zeros(rows, vocabulary, device=device)
+    seen = History(torch.zeros_like(logits, dtype=torch.bool), torch.zeros_like(logits, dtype=torch.int32))
+    positions = torch.zeros(rows, dtype=torch.int64, device=device)
+    sample(logits, prepare([params] * rows, [0] * rows, device), positions, seen)
+
+
+def _peak(work: Callable[[], None]) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return used
