@@ -149,11 +149,14 @@ def test_fp16_saturates(kind, dims):
 
 @pytest.mark.parametrize(("width", "extra", "activation"), [(4, 0, "silu"), (4, 3, None), (2, 1, "silu"), (1, 0, None)])
 @pytest.mark.parametrize(("io", "state_dtype"), [(FP32, FP32), (BF16, BF16), (FP16, FP32), (BF16, FP16)])
-def test_conv(width, extra, activation, io, state_dtype):
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_conv(width, extra, activation, io, state_dtype, channels_last):
     """Channels that are no multiple of a tile; strides, NaN in a padding row, between windows and behind the output."""
     gen, slots, channels = torch.Generator().manual_seed(0), int32(3, -1, 0), 600
     windows = torch.randn(5, channels, width - 1 + extra, generator=gen).to(state_dtype)
     storage = torch.full((5, 2, *windows.shape[1:]), NAN, dtype=state_dtype, device=DEVICE)
+    if channels_last:
+        storage = torch.full((5, 2, width - 1 + extra, channels), NAN, dtype=state_dtype, device=DEVICE).mT
     storage[:, 1] = windows.to(DEVICE)
     weight = torch.randn(width, channels, generator=gen).to(io).t()
     bias = torch.randn(2 * channels, generator=gen).to(io)[::2] if extra else None

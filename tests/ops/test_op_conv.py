@@ -24,9 +24,12 @@ def limit(width, dtype=torch.float32):
 @pytest.mark.parametrize("extra", [0, 1, 3])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("slots", [int32(0, 1, 2), int32(4, 1, 2), int32(3, -1, 0)])
-def test_against_reference_for_many_steps(width, extra, activation, slots):
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_against_reference_for_many_steps(width, extra, activation, slots, channels_last):
     """Windows wider than the history keep all their columns moving; the output uses the newest W-1."""
     state, weight, bias = make(size=width - 1 + extra, width=width)
+    if channels_last:
+        state = state.mT.contiguous().mT
     want_state = state.double()
     for t in range(7):
         x = torch.randn(3, 33, generator=torch.Generator().manual_seed(t))

@@ -34,10 +34,11 @@ class Rows:
         start: tokens that were computed before, the same for all rows of a prefill chunk; 0 in a decode step.
         write: [B·T] int64, where the tokens go in a page array.
         read: [B, S] int64, the context of each row in a page array, these tokens included; a row that has fewer than S
-            tokens reads zeros behind them. None where the context is the chunk itself.
+            tokens reads zeros behind them. None where the context is the chunk itself, or is read from the pages.
         cursor: [B] int32, records of each row before the step (decode only).
         route: whether a decode step uses the ring.
         force_flush: [B] int32 or None, rows that fold at this step.
+        paged: attention reads the pages themselves (decode only).
     """
 
     phase: Phase
@@ -48,6 +49,7 @@ class Rows:
     cursor: Tensor | None = None
     route: Route = "replay"
     force_flush: Tensor | None = None
+    paged: bool = False
 
     @property
     def length(self) -> int:
@@ -176,6 +178,8 @@ class PagedLayer(DynamicLayer):
         rows, store = self.current.rows, self.arrays[which]
         flat = new.transpose(1, 2).reshape(rows.write.shape[0], *store.shape[1:])
         store.index_copy_(0, rows.write, flat.to(store.dtype))
+        if rows.paged:
+            return store.transpose(0, 1)[None]
         return new if rows.read is None else store[rows.read].transpose(1, 2)
 
     @property

@@ -40,7 +40,8 @@ class Engine:
         self.slots, self.pages, self._close = parts.slots, parts.pages, parts.close
         self.runner = Runner(
             loaded.model, self.slots, self.pages, parts.linear, self.vocabulary, self.stops,
-            -(-self.context // self.options.page_size), self.options.mode, self.options.snapshot_interval,
+            self.pages.pages_for(self.context), self.options.mode, self.options.snapshot_interval,
+            parts.gathered_tokens, parts.graphs, parts.paged,
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.slots, self.pages, self.options.chunk_tokens, self._preempt, self._restore, self.drain, self._adopt

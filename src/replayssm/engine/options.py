@@ -26,11 +26,14 @@ class EngineOptions:
         memory_fraction: of the GPU's memory.
         max_requests: that decode at once; None takes what the memory holds, at most 256 (on a CPU 32).
         chunk_tokens: tokens of prompts in one step, at least 2.
-        page_size: tokens of a page of keys and values.
+        page_size: tokens of a page of keys and values; None takes 64 on a GPU and 16 on a CPU.
         context: longest request in tokens; None takes the model's.
         preempt: what happens to the youngest request when pages run out: its state and pages move to host memory, or
             are dropped and computed again.
         graphs: CUDA graphs for decode steps; ignored on a CPU.
+        fuse: compile the element-wise parts of the model; ignored on a CPU.
+        paged: decode attention reads the pages in place, by flex attention; without it, and on a CPU, contexts are
+            gathered first.
         overlap: read the tokens of a step while the next one runs; None does so on a GPU.
         snapshot_interval: rows whose length becomes a multiple of it fold at that step; 0 never.
     """
@@ -42,10 +45,12 @@ class EngineOptions:
     memory_fraction: float = 0.9
     max_requests: int | None = None
     chunk_tokens: int = 2048
-    page_size: int = 16
+    page_size: int | None = None
     context: int | None = None
     preempt: Preempt = "offload"
     graphs: bool = True
+    fuse: bool = True
+    paged: bool = True
     overlap: bool | None = None
     snapshot_interval: int = 0
 

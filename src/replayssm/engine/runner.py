@@ -7,7 +7,6 @@ prepared meanwhile; a decode step takes the tokens of the step before from devic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 
 from replayssm import ops
+from replayssm.engine import attention
 from replayssm.engine.cache import EngineCache, Rows, chunk_mask, decode_mask
+from replayssm.engine.graphs import SMALLEST_CONTEXT, DecodeInputs, Graphs
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Logprob, Request
 from replayssm.engine.sampler import Batch, History, Sampled, prepare, sample
@@ -51,18 +52,6 @@ class Flight:
         return found
 
 
-@dataclass
-class DecodeInputs:
-    """What a decode step of B rows takes, in device memory: [B] each.
-
-    `tokens` int64, -1 for the one that the step before sampled; `positions` int64; `slots` int32, -1 for padding.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-
-
 class Runner:
     """Runs steps of `model` on the pools. `stops` are the tokens that end a text by the model's own account."""
 
@@ -77,6 +66,9 @@ class Runner:
         max_pages: int,
         mode: str = "auto",
         snapshot_interval: int = 0,
+        gathered_tokens: int = 2**62,
+        graphs: bool = False,
+        paged: bool = False,
     ) -> None:
         self.model, self.slots, self.pages = model, slots, pages
         self.vocabulary, self.stops, self.mode, self.interval = vocabulary, stops, mode, snapshot_interval
@@ -85,6 +77,12 @@ class Runner:
         self.last_token = torch.zeros(slots.slots, dtype=torch.int64, device=self.device)
         # pages of each slot's request; what lies behind its last page is never read
         self.table = torch.full((slots.slots, max_pages), pages.zeros, dtype=torch.int64, device=self.device)
+        self.gathered_tokens, self.max_pages, self.paged = gathered_tokens, max_pages, paged
+        self.graphs: Graphs | None = None
+        if graphs:
+            # pages that are read where they lie cost nothing when they are not there
+            least = max_pages if paged else -(-SMALLEST_CONTEXT // pages.page_size)
+            self.graphs = Graphs(self.decode_forward, slots.slots, least, max_pages, self.device)
         self.ringed: set[int] = set()  # slots whose ring may hold records
         self._batch: tuple[tuple[tuple[int, int], ...], Batch] | None = None
 
@@ -93,9 +91,9 @@ class Runner:
         """Enqueue a step and move its requests on. None when no token is sampled in it."""
         rows: list[Request] = []
         logits: list[Tensor] = []
-        if step.decode:
-            logits.append(self._decode(step.decode))
-            rows += step.decode
+        for part in self._parts(step.decode):
+            logits.append(self._decode(part))
+            rows += part
         for _, group in groupby(step.prefill, key=lambda chunk: (chunk.start, chunk.length)):
             chunks = list(group)
             last = self._prefill(chunks)
@@ -117,9 +115,28 @@ class Runner:
             request.length += 1
         return Flight(rows, sampled)
 
+    def _parts(self, requests: list[Request]) -> list[list[Request]]:
+        """Requests that decode together: all of them, unless their contexts are too much to gather at once."""
+        most = self._pages(max((len(r.pages) for r in requests), default=0))
+        if self.paged:
+            return [requests] if requests else []
+        if len(requests) * most * self.pages.page_size <= self.gathered_tokens:
+            return [requests] if requests else []
+        parts: list[list[Request]] = [[]]
+        for request in sorted(requests, key=lambda r: len(r.pages), reverse=True):
+            longest = self._pages(len((parts[-1] or [request])[0].pages))
+            if parts[-1] and (len(parts[-1]) + 1) * longest * self.pages.page_size > self.gathered_tokens:
+                parts.append([])
+            parts[-1].append(request)
+        return parts
+
+    def _pages(self, pages: int) -> int:
+        return pages if self.graphs is None else self.graphs.pages(pages)
+
     def _decode(self, requests: list[Request]) -> Tensor:
         """Logits [B, vocabulary] of one more token of each."""
-        route = self._route(len(requests))
+        rows = len(requests)
+        route = self._route(rows if self.graphs is None else self.graphs.bucket(rows))
         slots = [request.slot for request in requests]
         if route == "replay":
             self.ringed.update(slots)
@@ -131,7 +148,8 @@ class Runner:
             self._up([request.length - 1 for request in requests]),
             self.slots.index(slots),
         )
-        return self.decode_forward(inputs, max(len(request.pages) for request in requests), route)
+        pages = max(len(request.pages) for request in requests)
+        return (self.decode_forward if self.graphs is None else self.graphs.run)(inputs, pages, route)
 
     def _sync_pages(self, requests: Sequence[Request]) -> None:
         """Tell the device about pages that are new since the request's last step."""
@@ -154,18 +172,24 @@ class Runner:
         table = self.table[own, :pages]
         page = table.gather(1, (positions // size)[:, None])[:, 0]
         write = torch.where(live, page, self.pages.trash) * size + positions % size
-        length = pages * size
-        at = torch.arange(length, device=self.device)
-        seen = (at <= positions[:, None]) & live[:, None]
-        read = torch.where(seen, table.repeat_interleave(size, 1) * size + at % size, self.pages.zeros * size)
         cursor = force = None
         if route == "replay":
             cursor = ops.gather_cursors(self.slots.cursor, slots)
             if self.interval:
                 force = ops.force_flush_mask(positions + 1, self.interval, slots)
-        self.cache.current.rows = Rows("decode", slots, 0, write, read, cursor, route, force)
-        mask = decode_mask(positions, length)
-        logits = self._forward(tokens[:, None], positions[:, None], mask)
+        read = mask = None
+        if self.paged:
+            attention.running.blocks = attention.blocks_of(table, positions, size)
+        else:
+            at = torch.arange(pages * size, device=self.device)
+            seen = (at <= positions[:, None]) & live[:, None]
+            every = table.repeat_interleave(size, 1) * size + at % size
+            read, mask = torch.where(seen, every, self.pages.zeros * size), decode_mask(positions, pages * size)
+        self.cache.current.rows = Rows("decode", slots, 0, write, read, cursor, route, force, self.paged)
+        try:
+            logits = self._forward(tokens[:, None], positions[:, None], mask)
+        finally:
+            attention.running.blocks = None
         if route == "replay":
             assert self.slots.ring_len is not None
             ops.advance_cursors(self.slots.cursor, slots, self.slots.ring_len, force)
@@ -189,7 +213,7 @@ class Runner:
         positions = at[start:].expand(len(chunks), -1)
         return self._forward(tokens, positions, chunk_mask(start, length, self.device).expand(len(chunks), -1, -1, -1))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         out = self.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache, use_cache=True,
             logits_to_keep=1,

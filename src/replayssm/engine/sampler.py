@@ -103,6 +103,9 @@ def sample(
         history: of each row, where `batch.penalised`.
         forbidden: [B, vocabulary] bool, tokens that cannot be taken now (an end before `min_tokens`, a grammar).
     """
+    plain = batch.bias is None and not batch.penalised and forbidden is None
+    if plain and not batch.random and batch.most_logprobs is None:
+        return Sampled(logits.argmax(-1))
     raw = logits.float()
     x = raw
     if batch.bias is not None:

@@ -10,6 +10,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from replayssm.engine import attention
+from replayssm.engine.fuse import fuse
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.sampler import History, prepare, sample
@@ -22,7 +24,10 @@ from replayssm.state import MemoryPlan, PagePool, SlotPool, TokenArray, plan_mem
 GIB = 2**30
 CPU_BESIDES_WEIGHTS = 4 * GIB
 MOST_REQUESTS = {"cuda": 256, "cpu": 32}
-GATHERED_TOKENS = 2**19  # contexts of a decode step together, as far as one longest context allows
+PAGE_SIZES = {"cuda": 64, "cpu": 16}
+GATHERED_TOKENS = 2**19  # contexts of a decode step together
+GATHERED_SHARE = 0.08  # of the budget, for them; one longest context must fit in any case
+PROBE_TOKENS = 4096
 
 
 class Layers(NamedTuple):
@@ -44,6 +49,8 @@ class EngineParts:
     vocabulary: int
     stops: frozenset[int]
     gathered_tokens: int
+    graphs: bool
+    paged: bool
     close: Callable[[], None]
 
 
@@ -58,11 +65,16 @@ def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
     context = options.context or loaded.context_length
     if context > loaded.context_length:
         raise OptionError(f"context {context} exceeds the model's {loaded.context_length} positions")
+    undo_fuse: Callable[[], None] | None = None
     handle = enable(model, options.ring_len, options.state_dtype, mode="packed")
     before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    # latents are spread over the heads after they were read, so they have to be gathered
+    paged = options.paged and device.type == "cuda" and not getattr(text, "kv_lora_rank", None)
+    model.set_attn_implementation(attention.register() if paged else "sdpa")
 
     def close() -> None:
+        if undo_fuse is not None:
+            undo_fuse()
         handle.disable()
         model.set_attn_implementation(before)
 
@@ -76,21 +88,26 @@ def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
         without_ring = SlotPool.slot_bytes(specs, None, state_dtype, io_dtype)
         weights = sum(x.nbytes for x in {x.data_ptr(): x for x in model.parameters()}.values())
         most = options.max_requests or MOST_REQUESTS.get(device.type, MOST_REQUESTS["cpu"])
-        gathered = max(context, min(GATHERED_TOKENS, most * context))
-        work = _work_bytes(model, text.vocab_size, options, most, gathered, context, layers)
+        page_size = options.page_size or PAGE_SIZES.get(device.type, PAGE_SIZES["cpu"])
+        budget = _budget(options, device, weights)
+        per_token = 32 if paged else _context_bytes(model, text, layers, context)
+        gathered = max(context, min(GATHERED_TOKENS, most * context, int(budget * GATHERED_SHARE / per_token)))
+        work = _work_bytes(model, text, options, most, context) + gathered * per_token
         plan = plan_memory(
-            _budget(options, device, weights), weights, work, slot, slot - without_ring, _conv_bytes(specs, io_dtype),
-            PagePool.page_bytes(layers.arrays, options.page_size), options.page_size, context, most,
+            budget, weights, work, slot, slot - without_ring, _conv_bytes(specs, io_dtype),
+            PagePool.page_bytes(layers.arrays, page_size), page_size, context, most,
             options.max_requests,
         )  # fmt: skip
+        graphs = options.graphs and device.type == "cuda"
+        undo_fuse = fuse(model) if options.fuse and device.type == "cuda" else None
         slots = SlotPool(specs, plan.slots, ring, state_dtype, io_dtype, device)
-        pages = PagePool(layers.arrays, plan.pages, plan.page_size, device)
+        pages = PagePool(layers.arrays, plan.pages, plan.page_size, device, clear=paged)
     except BaseException:
         close()
         raise
     return EngineParts(
         plan, slots, pages, layers.linear, context, int(text.vocab_size), _stops(model, loaded.tokenizer), gathered,
-        close,
+        graphs, paged, close,
     )  # fmt: skip
 
 
@@ -154,26 +171,41 @@ def _stops(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
-def _work_bytes(
-    model: Any, vocabulary: int, options: EngineOptions, rows: int, gathered: int, context: int, layers: Layers
-) -> int:
-    """Bytes that a step needs besides weights and pools: measured on a GPU, estimated on a CPU."""
-    token = max((sum(one.nbytes for one in layer) for layer in layers.arrays), default=0)
-    contexts = gathered * (2 * token + 32)  # one layer's contexts, and the indices of their tokens
-    text = model.config.get_text_config(decoder=True)
+def _context_bytes(model: Any, text: Any, layers: Layers, context: int) -> int:
+    """Bytes that a decode step needs for one token of one row's context, in the layer that needs most."""
+    indices = 32
+    if model.device.type != "cuda":
+        kept = max((sum(one.nbytes for one in layer) for layer in layers.arrays), default=0)
+        heads = text.num_attention_heads if getattr(text, "kv_lora_rank", None) else 0  # a latent is spread over heads
+        width = getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0) + text.hidden_size
+        return 3 * kept + heads * width * 8 + indices
+    tokens = min(PROBE_TOKENS, context - 1)
+    cache = _read_prompt(model, tokens)
+    return int(1.2 * _peak(lambda: _read_one(model, cache)) / tokens) + indices
+
+
+def _work_bytes(model: Any, text: Any, options: EngineOptions, rows: int, context: int) -> int:
+    """Bytes that a step needs besides weights, pools and contexts: measured on a GPU, estimated on a CPU."""
     if model.device.type != "cuda":
         wide = 16 * text.hidden_size + 4 * getattr(text, "intermediate_size", text.hidden_size)
-        return contexts + options.chunk_tokens * (4 * wide + context) + rows * vocabulary * 4 * 8
+        return options.chunk_tokens * (4 * wide + context) + rows * text.vocab_size * 4 * 8
     length = min(options.chunk_tokens, context)
     prompt = _peak(lambda: _read_prompt(model, length))
-    drawn = _peak(lambda: _draw(vocabulary, rows, model.device))
-    return int(1.1 * max(prompt + length * context, drawn, contexts)) + rows * vocabulary * 8 + GIB // 2
+    drawn = _peak(lambda: _draw(text.vocab_size, rows, model.device))
+    return int(1.1 * max(prompt + length * context, drawn)) + rows * text.vocab_size * 8 + GIB // 2
 
 
 @torch.inference_mode()
-def _read_prompt(model: Any, length: int) -> None:
+def _read_prompt(model: Any, length: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+@torch.inference_mode()
+def _read_one(model: Any, cache: DynamicCache) -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
@@ -187,7 +219,7 @@ def _draw(vocabulary: int, rows: int, device: torch.device) -> None:
     sample(logits, prepare([params] * rows, [0] * rows, device), positions, seen)
 
 
-def _peak(work: Callable[[], None]) -> int:
+def _peak(work: Callable[[], object]) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -8,7 +8,7 @@ input where nothing better is known, by the phase of the step in an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ class ReplayMixin(nn.Module):
     activation: str
     conv1d: nn.Conv1d
     conv_kernel_size: int
+    merged: torch.Tensor | None = None  # weights of `mergeable` in one, where an engine has put them together
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,6 +56,18 @@ class ReplayMixin(nn.Module):
     def project(self, hidden_states: torch.Tensor) -> DecodeInputs:
         """Input projections of [B, 1, D]."""
         raise NotImplementedError
+
+    def mergeable(self) -> list[Any]:
+        """Projections of the layer's input that one product can replace, in the order in which `project` needs them."""
+        return []
+
+    def inputs(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Results [B, …] of `mergeable` for x [B, D]: views of one product where the weights are merged."""
+        layers = self.mergeable()
+        if self.merged is None:
+            return [layer(x) for layer in layers]
+        sizes = [layer.out_features for layer in layers]
+        return nn.functional.linear(x, self.merged).split(sizes, -1)
 
     def gate_parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A_log [HV] and dt_bias [HV] (GDN) or [HV, K] (KDA)."""
@@ -172,14 +185,15 @@ class Qwen35(GatedDeltaNet):
     norm: nn.Module
     out_proj: nn.Module
 
+    def mergeable(self) -> list[nn.Module]:
+        return [self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b]
+
     def project(self, hidden_states: torch.Tensor) -> DecodeInputs:
-        z = self.in_proj_z(hidden_states).view(-1, 1, self.num_v_heads, self.head_v_dim)
-        x = hidden_states[:, 0]
-        return DecodeInputs(self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x), z)
+        mixed_qkv, z, a, b = self.inputs(hidden_states[:, 0])
+        return DecodeInputs(mixed_qkv, a, b, z.view(-1, 1, self.num_v_heads, self.head_v_dim))
 
     def output(self, core: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        core = self.norm(core.view(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
-        return self.out_proj(core.view(gate.shape[0], 1, -1))
+        return self.out_proj(self.norm(core, gate).flatten(2))
 
 
 class Qwen3Next(Qwen35):
@@ -188,6 +202,9 @@ class Qwen3Next(Qwen35):
     in_proj_qkvz: nn.Module
     in_proj_ba: nn.Module
     fix_query_key_value_ordering: Callable[..., tuple[torch.Tensor, ...]]
+
+    def mergeable(self) -> list[nn.Module]:
+        return []  # they are reordered first
 
     def project(self, hidden_states: torch.Tensor) -> DecodeInputs:
         q, k, v, z, b, a = self.fix_query_key_value_ordering(
@@ -214,15 +231,15 @@ class OlmoHybrid(GatedDeltaNet):
     def beta_scale(self) -> float:
         return 2.0 if self.allow_neg_eigval else 1.0
 
+    def mergeable(self) -> list[nn.Module]:
+        return [self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj]
+
     def project(self, hidden_states: torch.Tensor) -> DecodeInputs:
-        x = hidden_states[:, 0]
-        mixed_qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        gate = self.g_proj(x).view(-1, 1, self.num_v_heads, self.head_v_dim)
-        return DecodeInputs(mixed_qkv, self.a_proj(x), self.b_proj(x), gate)
+        *qkv, gate, a, b = self.inputs(hidden_states[:, 0])
+        return DecodeInputs(joined(qkv), a, b, gate.view(-1, 1, self.num_v_heads, self.head_v_dim))
 
     def output(self, core: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        core = self.o_norm(core.view(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
-        return self.o_proj(core.view(gate.shape[0], 1, -1))
+        return self.o_proj(self.o_norm(core, gate).flatten(2))
 
 
 class KimiDelta(ReplayMixin):
@@ -252,19 +269,23 @@ class KimiDelta(ReplayMixin):
         gate = self.forget_gate
         return gate.A_log.view(-1), gate.dt_bias.view(self.num_heads, self.head_dim)
 
-    def forget(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forget_gate.f_b_proj(self.forget_gate.f_a_proj(x))
+    def gate_projections(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Projections that make the forget gate and the output gate of x, first to last."""
+        return [self.forget_gate.f_a_proj, self.forget_gate.f_b_proj], [self.g_a_proj, self.g_b_proj]
 
-    def output_gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.g_b_proj(self.g_a_proj(x))
+    def mergeable(self) -> list[nn.Module]:
+        (forget, *_), (gate, *_) = self.gate_projections()
+        return [self.q_proj, self.k_proj, self.v_proj, self.b_proj, forget, gate]
 
     def project(self, hidden_states: torch.Tensor) -> DecodeInputs:
-        x = hidden_states[:, 0]
-        mixed_qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        *qkv, b, forget, gate = self.inputs(hidden_states[:, 0])
+        (_, *of_forget), (_, *of_gate) = self.gate_projections()
+        for layer in of_forget:
+            forget = layer(forget)
+        for layer in of_gate:
+            gate = layer(gate)
         heads = (-1, self.num_heads, self.head_dim)
-        return DecodeInputs(
-            mixed_qkv, self.forget(x).view(heads), self.b_proj(x), self.output_gate(x).view(heads).unsqueeze(1)
-        )
+        return DecodeInputs(joined(qkv), forget.view(heads), b, gate.view(heads).unsqueeze(1))
 
     def output(self, core: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self.o_proj(self.o_norm(core, gate).flatten(2))
@@ -279,11 +300,19 @@ class BailingDelta(KimiDelta):
     def lower_bound(self) -> float | None:
         return self.forget_gate.lower_bound if self.forget_gate.safe_gate else None
 
-    def forget(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forget_gate.f_proj(x)
+    def gate_projections(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        return [self.forget_gate.f_proj], [self.g_proj]
 
-    def output_gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.g_proj(x)
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """q, k and v [B, …] beside each other: a view where they are neighbours in memory already."""
+    first, total = parts[0], sum(part.shape[-1] for part in parts)
+    at = first.storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != at:
+            return torch.cat(list(parts), dim=-1)
+        at += part.shape[-1]
+    return first.as_strided((first.shape[0], total), (first.stride(0), 1), first.storage_offset())
 
 
 # Name of the stock layer class -> adapter.

@@ -27,7 +27,8 @@ def causal_conv_update(
 
     Args:
         x: [B, C] fp32, bf16 or fp16; any stride.
-        conv_state: windows [slots, C, S], S >= W-1, in place; fp32, bf16 or fp16.
+        conv_state: windows [slots, C, S], S >= W-1, in place; fp32, bf16 or fp16. Each is contiguous, or the
+            transpose of a contiguous [S, C], which a GPU reads and writes faster.
         weight: [C, W]; the last column multiplies the newest token.
         bias: [C] or None.
         ssm_state_indices: [B] int32, live slots distinct.
@@ -58,7 +59,8 @@ def causal_conv_update(
     for name, t in (("x", x), ("conv_state", conv_state), ("weight", weight), ("bias", bias), ("out", out)):
         if t is not None:
             validate.dtype(name, t, validate.FLOATS)
-    validate.dense_inner("conv_state", conv_state, 1)
+    channels_last = conv_state.stride(1) == 1 and channels > 1 and size > 1
+    validate.dense_inner("conv_state", conv_state.mT if channels_last else conv_state, 1)
     validate.indices("ssm_state_indices", ssm_state_indices, rows, "one slot for each row of x")
     validate.same_device(
         "x", x, conv_state=conv_state, weight=weight, bias=bias, ssm_state_indices=ssm_state_indices, out=out

@@ -40,6 +40,8 @@ class PagePool:
         pages: how many can be allocated.
         page_size: tokens of one page.
         device: of all tensors.
+        clear: whether pages are zeroed when they are handed out. A reader that multiplies what it must not see by zero
+            would let the NaN of a former owner through.
 
     Attributes:
         arrays: per layer and array [(pages + 2)·page_size, heads, dim]; token t of page p is row p·page_size + t.
@@ -52,15 +54,21 @@ class PagePool:
         pages: int,
         page_size: int,
         device: str | torch.device = "cpu",
+        clear: bool = False,
     ) -> None:
         if pages < 1 or page_size < 1:
             raise ShapeError(f"{pages} pages of {page_size} tokens hold nothing; both must be at least 1")
         self.pages, self.page_size, self.device = pages, page_size, torch.device(device)
         rows = (pages + 2) * page_size
-        self.arrays = [
-            [torch.zeros(rows, one.heads, one.dim, dtype=one.dtype, device=self.device) for one in layer]
-            for layer in layers
-        ]
+        kinds = [one for layer in layers for one in layer]
+        # one tensor for all arrays of a kind, so that a page is cleared in one launch
+        whole = {
+            kind: torch.zeros(kinds.count(kind), rows, kind.heads, kind.dim, dtype=kind.dtype, device=self.device)
+            for kind in dict.fromkeys(kinds)
+        }
+        parts = {kind: iter(x) for kind, x in whole.items()}
+        self.arrays = [[next(parts[kind]) for kind in layer] for layer in layers]
+        self._all, self.clear = list(whole.values()), clear
         self.trash, self.zeros = pages, pages + 1
         self._free = deque(range(pages))
         self._owners: dict[int, int] = {}
@@ -94,7 +102,10 @@ class PagePool:
         return count <= len(self._free)
 
     def allocate(self, count: int = 1) -> list[int]:
-        """`count` distinct pages with one owner each. Their content is undefined. Raises `PoolFullError`."""
+        """`count` distinct pages with one owner each. Raises `PoolFullError`.
+
+        Their content is what a former owner left, or zeros with `clear`.
+        """
         if not self.can_allocate(count):
             raise PoolFullError(
                 f"{count} pages asked for, {len(self._free)} of {self.pages} are free; wait for a request to end, or "
@@ -102,6 +113,10 @@ class PagePool:
             )
         taken = [self._free.popleft() for _ in range(count)]
         self._owners.update(dict.fromkeys(taken, 1))
+        if self.clear and taken:
+            rows = self._rows(taken)
+            for x in self._all:
+                x.index_fill_(1, rows, 0)
         return taken
 
     def share(self, pages: Iterable[int]) -> list[int]:

@@ -60,7 +60,7 @@ class SlotPool:
 
     Attributes:
         state: [layers, slots, HV, V, K].
-        conv: [layers, slots, C, W-1], in the activations' dtype.
+        conv: [layers, slots, C, W-1], in the activations' dtype; channels are neighbours in memory.
         d, k, g: the ring, see `LayerSpec.ring_arrays`, with a leading layer axis; None without a ring.
         cursor: [slots] int32, records of each slot.
 
@@ -87,7 +87,8 @@ class SlotPool:
             return torch.zeros(self.layers, *shape, dtype=getattr(torch, dtype), device=self.device)
 
         self.state = zeros(*self.spec.state_array(slots, state_dtype))
-        self.conv = zeros(*self.spec.conv_array(slots, io_dtype))
+        (_, channels, width), conv_dtype = self.spec.conv_array(slots, io_dtype)
+        self.conv = zeros((slots, width, channels), conv_dtype).mT  # neighbours in memory are channels
         self.d: Tensor | None = None
         self.k: Tensor | None = None
         self.g: Tensor | None = None

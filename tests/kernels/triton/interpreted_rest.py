@@ -235,9 +235,12 @@ def test_force_flush_mask(dtype, interval, padded):
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("activation", ["silu", None])
-def test_conv_against_reference_for_many_steps(width, extra, activation):
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_conv_against_reference_for_many_steps(width, extra, activation, channels_last):
     gen, slots = torch.Generator().manual_seed(0), int32(3, -1, 0)
     state = torch.randn(5, 33, width - 1 + extra, generator=gen)
+    if channels_last:
+        state = state.mT.contiguous().mT
     weight, bias = torch.randn(33, width, generator=gen), torch.randn(33, generator=gen) if extra else None
     want_state = state.double()
     for _ in range(4):

@@ -14,7 +14,7 @@ from replayssm.kernels.triton.numerics import sigmoid
 @triton.jit
 def conv_kernel(
     x_ptr, state_ptr, weight_ptr, bias_ptr, slot_ptr, out_ptr, blocks,
-    x_row, x_chan, state_slot, weight_chan, weight_tap, bias_chan, slot_step, out_row,
+    x_row, x_chan, state_slot, state_chan, state_col, weight_chan, weight_tap, bias_chan, slot_step, out_row,
     C: tl.constexpr, W: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr,
     HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
@@ -34,11 +34,11 @@ def conv_kernel(
     y = x * tl.load(tap + (W - 1) * weight_tap, mask=inside, other=0.0).to(tl.float32)
     if S > 0:
         i = tl.arange(0, BS)[None, :]
-        window = state_ptr + slot * state_slot + chan[:, None] * S + i
+        window = state_ptr + slot * state_slot + chan[:, None] * state_chan + i * state_col
         history = inside[:, None] & (i > S - W) & (i < S)  # the newest W-1 columns
         u = tl.load(window, mask=history, other=0.0).to(tl.float32)
         y += tl.sum(u * tl.load(tap[:, None] + (i - (S - W + 1)) * weight_tap, mask=history, other=0.0), 1)
-        moved = tl.load(window + 1, mask=inside[:, None] & (i < S - 1), other=0.0)
+        moved = tl.load(window + state_col, mask=inside[:, None] & (i < S - 1), other=0.0)
         moved = tl.where(i == S - 1, x[:, None].to(state_ptr.dtype.element_ty), moved)
         tl.debug_barrier()  # a column is stored by another thread than the one that loads it: all loads first
         tl.store(window, moved, mask=inside[:, None] & (i < S))
@@ -68,7 +68,7 @@ def causal_conv_update(
     with on_device(x):
         conv_kernel[(rows * blocks,)](
             x, conv_state, weight, some_bias, ssm_state_indices, out, blocks,
-            x.stride(0), x.stride(1), conv_state.stride(0), weight.stride(0), weight.stride(1), some_bias.stride(0),
+            x.stride(0), x.stride(1), *conv_state.stride(), weight.stride(0), weight.stride(1), some_bias.stride(0),
             ssm_state_indices.stride(0), out.stride(0),
             C=channels, W=weight.shape[1], S=size, BLOCK=block, BS=power_of_2(max(size, 1)),
             HAS_BIAS=bias is not None, SILU=activation == "silu", num_warps=4, **OPTIONS,
