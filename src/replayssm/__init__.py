@@ -12,6 +12,8 @@ from replayssm.errors import ReplayError
 from replayssm.spec import LayerSpec
 
 if TYPE_CHECKING:
+    from replayssm.engine.llm import LLM, AsyncLLM
+    from replayssm.engine.params import SamplingParams
     from replayssm.models.cache import ReplayCache
     from replayssm.models.enable import disable, enable, patch
     from replayssm.models.loading import load_model
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AsyncLLM": "replayssm.engine.llm",
+    "LLM": "replayssm.engine.llm",
+    "SamplingParams": "replayssm.engine.params",
     "ReplayCache": "replayssm.models.cache",
     "disable": "replayssm.models.enable",
     "enable": "replayssm.models.enable",
@@ -27,9 +32,12 @@ _LAZY = {
 }
 
 __all__ = [
+    "LLM",
+    "AsyncLLM",
     "LayerSpec",
     "ReplayCache",
     "ReplayError",
+    "SamplingParams",
     "__version__",
     "disable",
     "enable",

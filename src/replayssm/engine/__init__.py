@@ -1,1 +1,1 @@
-"""What turns logits into tokens and tokens into text, request by request."""
+"""Many requests on one model: scheduler, runner, sampler, and the `LLM` interface."""

@@ -58,7 +58,7 @@ def fuse(model: Any, compiled: bool = True) -> Undo:
 
 def merge(layers: Sequence[nn.Module]) -> Tensor | None:
     """One weight for several plain projections without bias, whose own weights become views of it. None for others."""
-    plain = [layer for layer in layers if isinstance(layer, nn.Linear) and layer.bias is None]
+    plain: list[Any] = [layer for layer in layers if isinstance(layer, nn.Linear) and layer.bias is None]
     if any(type(layer) is not nn.Linear for layer in plain):  # a quantized one has another forward
         return None
     alike = {(layer.in_features, layer.weight.dtype, layer.weight.device) for layer in plain}
