@@ -154,8 +154,9 @@ class Engine:
     def _collect(self, flight: Flight | None) -> None:
         if flight is None:
             return
+        results = flight.results()
         now = time.perf_counter()
-        for request, token, logprob in flight.results():
+        for request, token, logprob in results:
             if request.finished:  # it ended while this step was on its way
                 continue
             try:

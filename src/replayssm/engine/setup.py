@@ -190,15 +190,15 @@ def _work_bytes(model: Any, text: Any, options: EngineOptions, rows: int, contex
         wide = 16 * text.hidden_size + 4 * getattr(text, "intermediate_size", text.hidden_size)
         return options.chunk_tokens * (4 * wide + context) + rows * text.vocab_size * 4 * 8
     length = min(options.chunk_tokens, context)
-    prompt = _peak(lambda: _read_prompt(model, length))
+    prompt = _peak(lambda: _read_prompt(model, length, -(-options.chunk_tokens // length)))
     drawn = _peak(lambda: _draw(text.vocab_size, rows, model.device))
     return int(1.1 * max(prompt + length * context, drawn)) + rows * text.vocab_size * 8 + GIB // 2
 
 
 @torch.inference_mode()
-def _read_prompt(model: Any, length: int) -> DynamicCache:
+def _read_prompt(model: Any, length: int, rows: int = 1) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=model.device)
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 

@@ -142,8 +142,10 @@ def test_small_kernels_compile(target):
             backend.force_flush_mask(lens, interval, slots, index)
         for width, size, dtype in ((4, 3, BF16), (4, 6, F32), (1, 0, F16), (1, 1, F16)):
             x, state = torch.empty(3, 300, dtype=dtype), torch.empty(2, 300, size, dtype=dtype)
-            backend.causal_conv_update(x, state, torch.empty(300, width), None, index[:3], "silu", torch.empty_like(x))
-    assert len(launches) == 10
+            for windows in (state, state.mT.contiguous().mT):
+                weight, out = torch.empty(300, width), torch.empty_like(x)
+                backend.causal_conv_update(x, windows, weight, None, index[:3], "silu", out)
+    assert len(launches) == 14
     for one in launches:
         assert aot.usage(aot.compiled(one, aot.TARGETS[target]), aot.TARGETS[target]).spilled == 0
 
@@ -166,6 +168,14 @@ def test_conv_window_is_loaded_whole_before_any_of_it_is_stored(target):
     access = r"tt\.(load|store) [^\n]*tensor<\d+x4x!tt\.ptr<f16>"
     steps = [m[1] or "barrier" for m in re.finditer(rf"{access}|gpu\.barrier|ttg\.barrier", text)]
     assert steps == ["load", "load", "barrier", "store"]
+    with aot.recorded(conv) as launches:
+        state = state.mT.contiguous().mT
+        backend.causal_conv_update(x, state, torch.empty(512, 4), None, index, None, torch.empty_like(x))
+    text = aot.compiled(launches[0], aot.TARGETS[target]).asm["ttgir"]
+    access = r"tt\.(load|store) [^\n]*tensor<\d+x!tt\.ptr<f16>"
+    steps = [m[1] or "barrier" for m in re.finditer(rf"{access}|gpu\.barrier|ttg\.barrier", text)]
+    assert "store" in steps
+    assert all(steps[i - 1] == "barrier" for i, step in enumerate(steps) if step == "store"), steps
 
 
 @pytest.mark.parametrize("op", ["replay", "packed", "fold"])
