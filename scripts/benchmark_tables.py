@@ -1,4 +1,4 @@
-"""Print the tables of docs/benchmarks/README.md from the JSON files beside it.
+"""Print the tables of docs/benchmarks/README.md and serving/README.md from the JSON files beside them.
 
 python scripts/benchmark_tables.py            all tables
 python scripts/benchmark_tables.py FOLDER     those of another folder of `replayssm bench decode --json` files
@@ -68,6 +68,22 @@ def geometry_table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def serving_table(result: dict[str, Any]) -> str:
+    """One row per batch size: tokens a second and time per token of mode auto and of packed decode."""
+    heads = ("batch", "packed tokens/s", "auto tokens/s", "ratio", "route", "packed ms", "auto ms (p99)", "GPU busy")
+    lines = ["| " + " | ".join((*heads, "tokens against packed")) + " |", "|" + "---|" * (len(heads) + 1)]
+    rows = {(row["batch"], row["mode"]): row for row in result["rows"] if row["status"] == "ok"}
+    for batch in dict.fromkeys(batch for batch, _ in rows):
+        packed, auto = rows[batch, "packed"], rows[batch, "auto"]
+        cells = [str(batch), f"{packed['decode_tokens_per_s']:.0f}", f"{auto['decode_tokens_per_s']:.0f}"]
+        cells += [f"{auto['vs_packed']:.2f}", auto["route"], f"{packed['tpot_ms']['mean']:.2f}"]
+        cells += [f"{auto['tpot_ms']['mean']:.2f} ({auto['tpot_ms']['p99']:.2f})", f"{auto['gpu_busy']:.0%}"]
+        check = auto["check"]
+        same = "equal" if check["position"] is None else f"near-tie at {check['position']}, gap {check['gap']:.2g}"
+        lines.append("| " + " | ".join((*cells, same)) + " |")
+    return "\n".join(lines)
+
+
 def tables(folder: Path = FOLDER) -> dict[str, str]:
     """Title -> markdown."""
     read = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
@@ -78,6 +94,8 @@ def tables(folder: Path = FOLDER) -> dict[str, str]:
     geometries = [read[name] for name in read if name.startswith("geometry-")]
     if geometries:
         found["geometries"] = geometry_table(geometries)
+    for path in sorted((folder / "serving").glob("throughput-*.json")):
+        found[f"serving, {path.stem}"] = serving_table(json.loads(path.read_text(encoding="utf-8")))
     return found
 
 

@@ -30,7 +30,8 @@ def test_the_readme_shows_the_raw_results():
     spec = importlib.util.spec_from_file_location("benchmark_tables", ROOT / "scripts" / "benchmark_tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    pages = (FOLDER / "README.md", FOLDER / "serving" / "README.md")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     for title, table in module.tables().items():
         assert table in text, f"table {title!r} is not that of the JSON; run scripts/benchmark_tables.py"
 
@@ -76,3 +77,17 @@ def test_mode_auto_is_never_slower_than_packed(path):
         route = decode_route("cuda", layer["kind"] == "kda", size, heads, ring_len)
         assert route == "packed" or row["vs_packed"] >= 0.99, (row["batch"], row["state_dtype"])
         assert route == row["auto_route"], "the policy has changed; measure again"
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "serving").glob("*.json")), ids=lambda path: path.stem)
+def test_a_serving_result_can_be_reproduced_and_was_checked(path):
+    result = load(path)
+    assert result["ok"]
+    assert result["weights"] == "random weights"
+    assert result["command"].startswith("replayssm bench throughput ")
+    assert not re.search(r"(^|[\s=])[/~]", result["command"]), "a path of one machine"
+    assert {"torch", "triton", "python", "transformers"} <= set(result["versions"])
+    for row in result["rows"]:
+        assert (row["status"], row["check"]["ok"]) == ("ok", True), row
+        assert row["steps"] == row["periods"] * result["ring_len"]
+        assert row["mode"] != "auto" or row["vs_packed"] >= 0.99, "mode auto must not be slower than packed decode"

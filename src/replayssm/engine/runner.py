@@ -175,8 +175,7 @@ class Runner:
         cursor = force = None
         if route == "replay":
             cursor = ops.gather_cursors(self.slots.cursor, slots)
-            if self.interval:
-                force = ops.force_flush_mask(positions + 1, self.interval, slots)
+            force = self._flushing(positions, slots)
         read = mask = None
         if self.paged:
             attention.running.blocks = attention.blocks_of(table, positions, size)
@@ -194,6 +193,18 @@ class Runner:
             assert self.slots.ring_len is not None
             ops.advance_cursors(self.slots.cursor, slots, self.slots.ring_len, force)
         return logits
+
+    def _flushing(self, positions: Tensor, slots: Tensor) -> Tensor:
+        """Rows [B] int32 that fold at this step, whatever their cursors: at a phase of their own, and for snapshots.
+
+        Requests that start together would fill their rings together and fold in one slow step. After the first fold at
+        its phase, a row's ring is full exactly when the phase comes again, so this costs one early fold a request.
+        """
+        assert self.slots.ring_len is not None
+        force = ((positions + slots) % self.slots.ring_len == 0).to(torch.int32)
+        if self.interval:
+            force |= ops.force_flush_mask(positions + 1, self.interval, slots)
+        return force
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
         """Logits [B, vocabulary] after chunks of one start and length."""

@@ -102,6 +102,11 @@ def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
         undo_fuse = fuse(model) if options.fuse and device.type == "cuda" else None
         slots = SlotPool(specs, plan.slots, ring, state_dtype, io_dtype, device)
         pages = PagePool(layers.arrays, plan.pages, plan.page_size, device, clear=paged)
+    except torch.OutOfMemoryError as error:
+        close()
+        raise OptionError(
+            f"a step of {options.chunk_tokens} prompt tokens does not fit beside the weights; lower chunk_tokens"
+        ) from error
     except BaseException:
         close()
         raise

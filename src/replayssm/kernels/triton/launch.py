@@ -41,7 +41,7 @@ DECODE: dict[tuple[Kind, int], list[tuple[int, Row]]] = {
 }
 FOLD = Row(32, 1, 4)
 UNROLL = 2  # records of a fold whose loads overlap
-CONV_TILE, CONV_COLUMNS = (256, 4), (512, 2)  # channels of a program and its warps, by the layout of the windows
+CONV_TILE, CONV_COLUMNS = (256, 4), (512, 4)  # channels of a program and its warps, by the layout of the windows
 CURSOR_ROWS = 256
 
 # No autotuning, no software pipelining, and fused multiply-adds whatever the version's default.
