@@ -93,6 +93,10 @@ class PagePool:
         """How many are."""
         return len(self._owners)
 
+    def owners(self, page: int) -> int:
+        """How many read it; 0 for a free page."""
+        return self._owners.get(page, 0)
+
     def pages_for(self, tokens: int) -> int:
         """Pages that so many tokens take."""
         return -(-tokens // self.page_size)

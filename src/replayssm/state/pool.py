@@ -183,6 +183,11 @@ class SlotPool:
         source, target = self._live((src, dst))
         self._copy([source], [target])
 
+    def copy_to(self, src: int, pool: SlotPool, dst: int) -> None:
+        """The same to a slot of another pool of the same layers and conv dtype; the state's dtype may differ."""
+        (source,), (target,) = self._live((src,)), pool._live((dst,))
+        self._copy([source], [target], pool)
+
     def fork(self, src: int, count: int = 1, owner: object = None) -> list[int]:
         """`count` new slots with the true state of `src`, which keeps its ring. Raises `PoolFullError`, with nothing
         allocated."""
@@ -225,17 +230,18 @@ class SlotPool:
         if found != list(range(self.slots)):
             raise SlotError(f"{self.slots} slots, but free and used ones together are {found}")
 
-    def _copy(self, src: list[int], dst: list[int]) -> None:
+    def _copy(self, src: list[int], dst: list[int], pool: SlotPool | None = None) -> None:
         if not dst:
             return
+        into = pool or self
         one, other = self._index(src), self._index(dst)
         if self.d is None or self.k is None or self.g is None:
-            self.state.index_copy_(1, other.long(), self.state.index_select(1, one.long()))
+            into.state.index_copy_(1, other.long(), self.state.index_select(1, one.long()).to(into.state.dtype))
         else:
             pos = ops.gather_cursors(self.cursor, one)
-            ops.materialize(self.state, self.d, self.k, self.g, one, pos, self.state, other)
-        self.conv.index_copy_(1, other.long(), self.conv.index_select(1, one.long()))
-        self.cursor.index_fill_(0, other.long(), 0)
+            ops.materialize(self.state, self.d, self.k, self.g, one, pos, into.state, other)
+        into.conv.index_copy_(1, other.long(), self.conv.index_select(1, one.long()))
+        into.cursor.index_fill_(0, other.long(), 0)
 
     def _index(self, slots: Sequence[int]) -> Tensor:
         return upload(slots, torch.int32, self.device)
