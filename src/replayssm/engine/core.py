@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +13,14 @@ from replayssm.engine.options import EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Logprob, Reason, Request, Saved
 from replayssm.engine.runner import Flight, Runner, needs_history
-from replayssm.engine.scheduler import Scheduler
+from replayssm.engine.scheduler import Chunk, Scheduler
 from replayssm.engine.setup import EngineParts, build
 from replayssm.engine.text import TextStream
 from replayssm.errors import OptionError, PromptError
 from replayssm.models.loading import LoadedModel
+from replayssm.state.prefix import PrefixCache
 
+log = logging.getLogger(__name__)
 Listener = Callable[[Request, str], None]
 
 
@@ -43,9 +46,13 @@ class Engine:
             self.pages.pages_for(self.context), self.options.mode, self.options.snapshot_interval,
             parts.gathered_tokens, parts.graphs, parts.paged,
         )  # fmt: skip
+        self.prefix = None if parts.states is None else PrefixCache(self.slots, self.pages, parts.states)
+        if self.prefix is not None:
+            self.runner.keep = self._keep_chunk
         self.scheduler = Scheduler(
-            self.slots, self.pages, self.options.chunk_tokens, self._preempt, self._restore, self.drain, self._adopt
-        )
+            self.slots, self.pages, self.options.chunk_tokens, self._preempt, self._restore, self.drain, self._adopt,
+            self.prefix, self.options.prefix_interval,
+        )  # fmt: skip
         on_gpu = self.slots.device.type == "cuda"
         self.overlap = on_gpu if self.options.overlap is None else self.options.overlap
         self._flight: Flight | None = None
@@ -176,6 +183,8 @@ class Engine:
         if request.stream is not None and not ends:
             text = request.stream.push(token, may_stop=made >= request.params.min_tokens)
             ends = request.stream.stopped is not None
+        if self.prefix is not None and request.computed % self.options.prefix_interval == 0:
+            self._keep(request, request.computed)
         if ends:
             self._finish(request, "stop", text)
         elif len(request.tokens) >= request.limit:
@@ -183,16 +192,38 @@ class Engine:
         elif (listener := self._listeners.get(request)) is not None:
             listener(request, text)
 
+    def _keep_chunk(self, chunk: Chunk) -> None:
+        """Keep the state behind a chunk of a prompt."""
+        end = chunk.start + chunk.length
+        if chunk.last or end % self.options.prefix_interval == 0:
+            self._keep(chunk.request, end)
+
+    def _keep(self, request: Request, computed: int, give: bool = False) -> None:
+        """Put the state after `computed` tokens, which is that in the slot now, into the prefix cache."""
+        # a state that holds a token which nobody has read yet has no key
+        if self.prefix is not None and request.slot >= 0 and 0 < computed <= len(request.tokens):
+            pages = request.pages[: self.pages.pages_for(computed)]
+            self.prefix.insert(request.tokens[:computed], pages, request.slot, give)
+
     def _finish(self, request: Request, reason: Reason, text: str = "") -> None:
+        if request.stream is not None and reason != "error":
+            try:
+                text += request.stream.finish()
+            except Exception as error:
+                self._fail([request], error)
+                return
         slot = request.slot
+        if reason != "error":
+            self._keep(request, request.computed, give=True)
         self.scheduler.finish(request)
         if slot >= 0:
             self.runner.forget(slot)
         request.reason = reason
-        if request.stream is not None and reason != "error":
-            text += request.stream.finish()
         if (listener := self._listeners.pop(request, None)) is not None:
-            listener(request, text)
+            try:
+                listener(request, text)
+            except Exception:  # the request has ended, and nothing is left that could hear of it
+                log.exception("the listener of %s failed", request)
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         for request in requests:
@@ -206,6 +237,8 @@ class Engine:
             state = self.slots.offload(request.slot)
             pages = self.pages.pages_for(request.computed)
             request.saved = Saved(state, self.pages.offload(request.pages[:pages]), request.computed)
+        elif request.computed:
+            self._keep(request, request.computed, give=True)
         request.computed = 0
         self.runner.forget(request.slot)
         self.scheduler.release(request)
@@ -219,6 +252,8 @@ class Engine:
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise OptionError("a prompt in words needs a tokenizer, and the model has none; give token ids")
             ids: Any = self.tokenizer.encode(prompt)
             tokens = list(ids)
         else:

@@ -187,7 +187,8 @@ class AsyncLLM:
                     return
                 self.engine.step()
         except BaseException as error:  # every reader must learn of it
-            self.failure = error
+            with self._work:  # a reader that is about to add itself is woken, too
+                self.failure = error
         finally:
             for stream in list(self._streams.values()):
                 stream.wake()
@@ -209,7 +210,7 @@ class _Outputs:
     def complete(self, root: Request) -> bool:
         """Whether all outputs have ended."""
         ended = sum(one.finished for one in self.forks.get(root, {}).values())
-        return ended == root.params.n or (root.finished and root.reason in ("abort", "error") and ended > 0)
+        return ended == (1 if root.unforked else root.params.n)  # what ends before it forks stays alone
 
     def of(self, root: Request) -> RequestOutput:
         found = dict(self.forks.get(root, {0: root}))  # one step in C: another thread may add to it

@@ -35,6 +35,9 @@ class EngineOptions:
         paged: decode attention reads the pages in place, by flex attention; without it, and on a CPU, contexts are
             gathered first.
         overlap: read the tokens of a step while the next one runs; None does so on a GPU.
+        prefix_cache: keep states and pages of what was computed, for prompts that begin the same way.
+        prefix_interval: tokens between states that are kept of one request.
+        prefix_share: of the memory besides weights and work, for kept states.
         snapshot_interval: rows whose length becomes a multiple of it fold at that step; 0 never.
     """
 
@@ -52,6 +55,9 @@ class EngineOptions:
     fuse: bool = True
     paged: bool = True
     overlap: bool | None = None
+    prefix_cache: bool = False
+    prefix_interval: int = 64
+    prefix_share: float = 0.1
     snapshot_interval: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +72,7 @@ class EngineOptions:
         for name, number, least in (
             ("memory", self.memory, 1), ("max_requests", self.max_requests, 1), ("chunk_tokens", self.chunk_tokens, 2),
             ("page_size", self.page_size, 1), ("context", self.context, 2),
-            ("snapshot_interval", self.snapshot_interval, 0),
+            ("snapshot_interval", self.snapshot_interval, 0), ("prefix_interval", self.prefix_interval, 1),
         ):  # fmt: skip
             if number is not None:
                 at_least(name, number, least)

@@ -6,7 +6,7 @@ prepared meanwhile; a decode step takes the tokens of the step before from devic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -83,6 +83,7 @@ class Runner:
             # pages that are read where they lie cost nothing when they are not there
             least = max_pages if paged else -(-SMALLEST_CONTEXT // pages.page_size)
             self.graphs = Graphs(self.decode_forward, slots.slots, least, max_pages, self.device)
+        self.keep: Callable[[Chunk], None] | None = None  # is told of every chunk, when its state is in the slot
         self.ringed: set[int] = set()  # slots whose ring may hold records
         self._batch: tuple[tuple[tuple[int, int], ...], Batch] | None = None
 
@@ -98,6 +99,8 @@ class Runner:
             chunks = list(group)
             last = self._prefill(chunks)
             for row, chunk in enumerate(chunks):
+                if self.keep is not None:
+                    self.keep(chunk)
                 if chunk.last:
                     self._fork(chunk)
                     takers = chunk.requests

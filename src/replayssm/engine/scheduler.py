@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from replayssm.engine.request import Request
 from replayssm.state import PagePool, SlotPool
+from replayssm.state.prefix import Match, PrefixCache
 
 
 @dataclass
@@ -58,9 +59,12 @@ class Scheduler:
         restore: Callable[[Request], None],
         drain: Callable[[], None],
         adopt: Callable[[Request], None],
+        prefix: PrefixCache | None = None,
+        prefix_interval: int = 0,
     ) -> None:
         self.slots, self.pages, self.chunk_tokens = slots, pages, chunk_tokens
         self.preempt, self.restore, self.drain, self.adopt = preempt, restore, drain, adopt
+        self.prefix, self.prefix_interval = prefix, prefix_interval
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -70,32 +74,43 @@ class Scheduler:
         for request in list(self.running):
             ready = request.status == "running" and request.decoding and not request.full
             if ready and self._make_room(request):
-                step.decode.append(request)
+                self._decode(step, request)
         step.decode = [r for r in step.decode if r.status == "running" and r.decoding]
-        for request in self.running:
+        for request in list(self.running):  # forks join it on the way
             if budget > 1 and not request.decoding:
                 budget -= self._chunk(step, request, budget)
-        while budget > 1 and self.waiting and self._can_admit(self.waiting[0]):
-            request = self._admit(self.waiting.popleft())
+        while budget > 1 and self.waiting and self._admit(self.waiting[0]):
+            request = self.waiting.popleft()
             if request.decoding:
-                step.decode.append(request)
+                self._decode(step, request)
             elif request.pending:
                 budget -= self._chunk(step, request, budget)
         return step
 
+    def _decode(self, step: Step, request: Request) -> None:
+        """Add a decode step of a request."""
+        step.decode.append(request)
+        if request.unforked:  # a prompt that ends with one token has no chunk whose state its forks could take
+            self._fork(request)
+
+    def _can_take(self, pages: int) -> bool:
+        """Whether so many pages are free, if need be after the prefix cache gave some up."""
+        short = pages - self.pages.free_pages
+        if short > 0 and self.prefix is not None:
+            self.prefix.evict_pages(short)
+        return self.pages.can_allocate(pages)
+
     def _make_room(self, request: Request) -> bool:
         """A page for the request's next token, if need be from the youngest request. False when that is itself."""
-        while len(request.pages) < self.pages.pages_for(request.length):
-            if self.pages.can_allocate():
+        while request.status == "running" and len(request.pages) < self.pages.pages_for(request.length):
+            if self._can_take(1):
                 request.pages += self.pages.allocate()
                 continue
             self.drain()
-            if self.pages.can_allocate():
+            if self._can_take(1) or request.status != "running":
                 continue
             youngest = self.running[-1]
             self._evict(youngest)
-            if youngest is request:
-                break
         return request.status == "running"
 
     def _evict(self, request: Request) -> None:
@@ -105,45 +120,74 @@ class Scheduler:
         request.preemptions += 1
         self.waiting.appendleft(request)
 
-    def _can_admit(self, request: Request) -> bool:
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request a slot and pages, with what was computed of it before. False when it must wait on."""
+        if not self.slots.can_allocate():
+            return False
+        match, locked = Match(0, None, 0), list[int]()
+        if self.prefix is not None and request.saved is None:
+            # the last token is computed in any case: its logits are wanted
+            match = self.prefix.match(request.tokens, request.length - 1)
+            locked = self.prefix.lock(match)
         # a page for the first new token, too: a request that is admitted can make at least one step
-        return self.slots.can_allocate() and self.pages.can_allocate(self.pages.pages_for(request.length + 1))
-
-    def _admit(self, request: Request) -> Request:
+        if not self._can_take(self.pages.pages_for(request.length + 1) - match.depth // self.pages.page_size):
+            self.pages.free(locked)
+            return False
         (request.slot,) = self.slots.allocate(owner=request)
-        request.pages = self.pages.allocate(self.pages.pages_for(request.length))
+        if self.prefix is not None:
+            request.pages = self.prefix.adopt(match, locked, request.slot)
+            if not request.preemptions:
+                request.cached_tokens = match.depth
+                self.prefix.count(request.length, match)
+        request.computed = match.depth
+        request.pages += self.pages.allocate(self.pages.pages_for(request.length) - len(request.pages))
         request.status = "running"
         self.running.append(request)
         if request.saved is not None:
             self.restore(request)
-        return request
+        return True
 
     def _chunk(self, step: Step, request: Request, budget: int) -> int:
         """Add what fits of a prompt; returns its tokens."""
-        length = min(request.pending, budget)
+        length = self._cut(request, min(request.pending, budget))
+        if request.unforked and request.pending - length == 1 and length > 2:
+            length -= 1  # one token alone would be a decode step, which hands its state to no fork
         chunk = Chunk(request, request.computed, length)
         step.prefill.append(chunk)
         if chunk.last and request.unforked:
-            self._fork(chunk)
+            self._fork(request, chunk)
         return length
 
-    def _fork(self, chunk: Chunk) -> None:
-        """Give the other outputs of a prompt a copy of its state; those that find no room compute it themselves."""
-        parent = chunk.request
+    def _cut(self, request: Request, length: int) -> int:
+        """End a chunk where a state is worth keeping: at a multiple of the interval, and at the last one of a prompt.
+
+        One token that continues a state is a decode step, so no chunk has less than two.
+        """
+        if self.prefix is None:
+            return length
+        end = request.computed + length
+        kept = min(end, request.length - 1) // self.prefix_interval * self.prefix_interval - request.computed
+        return kept if kept > 1 else length
+
+    def _fork(self, parent: Request, chunk: Chunk | None = None) -> None:
+        """Make the other outputs of a prompt. They take a copy of the state behind its last chunk; those that find no
+        room for it compute it themselves."""
         full = len(parent.prompt) // self.pages.page_size
+        own = len(parent.pages) - full
+        left: list[Request] = []
         for index in range(1, parent.unforked + 1):
             child = parent.fork(index)
             self.adopt(child)
-            own = len(parent.pages) - full
             # what the others of this step still need was allocated already
-            if self.slots.can_allocate() and self.pages.can_allocate(own):
+            if chunk is not None and self.slots.can_allocate() and self._can_take(own):
                 (child.slot,) = self.slots.allocate(owner=child)
                 child.pages = self.pages.share(parent.pages[:full]) + self.pages.allocate(own)
                 child.status = "running"
                 chunk.forks.append(child)
                 self.running.append(child)
             else:
-                self.waiting.appendleft(child)
+                left.append(child)
+        self.waiting.extendleft(reversed(left))
         parent.unforked = 0
 
     def release(self, request: Request) -> None:

@@ -43,6 +43,7 @@ class EngineParts:
 
     plan: MemoryPlan
     slots: SlotPool
+    states: SlotPool | None
     pages: PagePool
     linear: list[bool]
     context: int
@@ -96,11 +97,14 @@ def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
         plan = plan_memory(
             budget, weights, work, slot, slot - without_ring, _conv_bytes(specs, io_dtype),
             PagePool.page_bytes(layers.arrays, page_size), page_size, context, most,
-            options.max_requests,
+            options.max_requests, options.prefix_share if options.prefix_cache else 0.0, without_ring,
         )  # fmt: skip
         graphs = options.graphs and device.type == "cuda"
         undo_fuse = fuse(model) if options.fuse and device.type == "cuda" else None
         slots = SlotPool(specs, plan.slots, ring, state_dtype, io_dtype, device)
+        states = None
+        if plan.reserved_slots:
+            states = SlotPool(specs, plan.reserved_slots, None, state_dtype, io_dtype, device)
         pages = PagePool(layers.arrays, plan.pages, plan.page_size, device, clear=paged)
     except torch.OutOfMemoryError as error:
         close()
@@ -111,8 +115,8 @@ def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
         close()
         raise
     return EngineParts(
-        plan, slots, pages, layers.linear, context, int(text.vocab_size), _stops(model, loaded.tokenizer), gathered,
-        graphs, paged, close,
+        plan, slots, states, pages, layers.linear, context, int(text.vocab_size), _stops(model, loaded.tokenizer),
+        gathered, graphs, paged, close,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ class MemoryPlan:
         page_bytes: one page, all attention layers.
         slots, reserved_slots: for running requests, and for the prefix cache.
         pages, page_size: pages, and tokens of one.
+        kept_bytes: one state of the prefix cache, which has no ring.
     """
 
     budget: int
@@ -37,6 +38,7 @@ class MemoryPlan:
     reserved_slots: int
     pages: int
     page_size: int
+    kept_bytes: int
 
     @property
     def tokens(self) -> int:
@@ -46,7 +48,7 @@ class MemoryPlan:
     @property
     def used(self) -> int:
         """Bytes of everything; at most `budget`."""
-        slots = (self.slots + self.reserved_slots) * self.slot_bytes
+        slots = self.slots * self.slot_bytes + self.reserved_slots * self.kept_bytes
         return self.weights + self.work + slots + (self.pages + 2) * self.page_bytes
 
     def split(self) -> Iterator[tuple[str, int]]:
@@ -56,7 +58,7 @@ class MemoryPlan:
         yield "recurrent state", self.slots * (self.slot_bytes - self.ring_bytes - self.conv_bytes)
         yield "ring", self.slots * self.ring_bytes
         yield "conv windows", self.slots * self.conv_bytes
-        yield "prefix cache states", self.reserved_slots * self.slot_bytes
+        yield "prefix cache states", self.reserved_slots * self.kept_bytes
         yield "keys and values", (self.pages + 2) * self.page_bytes
         yield "unused", self.budget - self.used
 
@@ -74,6 +76,7 @@ def plan_memory(
     max_requests: int,
     requests: int | None = None,
     prefix_share: float = 0.0,
+    kept_bytes: int | None = None,
 ) -> MemoryPlan:
     """Split `budget` bytes.
 
@@ -89,8 +92,9 @@ def plan_memory(
     rest = budget - weights - work
     if rest < slot_bytes + 3 * page_bytes:
         raise MemoryBudgetError(budget, weights, work + slot_bytes + 3 * page_bytes)
-    reserved = int(rest * prefix_share) // slot_bytes
-    rest -= reserved * slot_bytes + 2 * page_bytes
+    kept = slot_bytes if kept_bytes is None else kept_bytes
+    reserved = int((rest - slot_bytes - 3 * page_bytes) * prefix_share) // kept
+    rest -= reserved * kept + 2 * page_bytes
     expected = -(-min(context, EXPECTED_TOKENS) // page_size)
     most = min(max_requests, (rest - page_bytes) // slot_bytes)
     slots = min(most, max(1, rest // (slot_bytes + expected * page_bytes)))
@@ -105,5 +109,16 @@ def plan_memory(
     if page_bytes:
         pages = min(pages, (rest - slots * slot_bytes) // page_bytes)
     return MemoryPlan(
-        budget, weights, work, slot_bytes, ring_bytes, conv_bytes, page_bytes, slots, reserved, pages, page_size
+        budget,
+        weights,
+        work,
+        slot_bytes,
+        ring_bytes,
+        conv_bytes,
+        page_bytes,
+        slots,
+        reserved,
+        pages,
+        page_size,
+        kept,
     )

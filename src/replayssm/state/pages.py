@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm.errors import PoolFullError, ShapeError, SlotError
+from replayssm.errors import OptionError, PoolFullError, ShapeError, SlotError
 from replayssm.state.host import upload
 
 
@@ -106,10 +106,12 @@ class PagePool:
         return count <= len(self._free)
 
     def allocate(self, count: int = 1) -> list[int]:
-        """`count` distinct pages with one owner each. Raises `PoolFullError`.
+        """`count` distinct pages with one owner each. Raises `PoolFullError`, for a count below 0 `OptionError`.
 
         Their content is what a former owner left, or zeros with `clear`.
         """
+        if count < 0:
+            raise OptionError(f"{count} pages cannot be allocated; ask for 0 or more")
         if not self.can_allocate(count):
             raise PoolFullError(
                 f"{count} pages asked for, {len(self._free)} of {self.pages} are free; wait for a request to end, or "
