@@ -6,7 +6,10 @@ import torch
 from replayssm.cli import compare as module
 from replayssm.cli.compare import Verdict, compare, first_difference
 from replayssm.cli.decoding import Run, encode, load
-from replayssm.cli.options import Decode, Sampling
+from replayssm.cli.generate_request import sampling_params
+from replayssm.cli.routes import last_logits, run
+from replayssm.cli.stock import draw
+from replayssm.engine.options import EngineOptions
 
 
 def test_first_difference():
@@ -26,15 +29,16 @@ def judge(loaded, monkeypatch):
     """Compare two runs of given tokens whose logits at the first difference differ by `delta` in one place."""
     logits = torch.linspace(-3, 3, 257)
 
-    def call(got, expected, delta):
-        def last(loaded, prompt, route, decode, sampling, steps):
+    def call(got, expected, delta, drawn=7):
+        def last(loaded, prompt, route, options, params, steps):
             return logits + delta * torch.eye(257)[7] if route == "replay" else logits.clone()
 
         monkeypatch.setattr(module, "last_logits", last)
         monkeypatch.setattr(module, "_limit", lambda *args: 1e-3)
-        runs = [Run(tokens, 0.0, 0.0, "length") for tokens in (got, expected)]
-        prompt = encode(loaded, "abc", 5)
-        return compare(loaded, prompt, Decode(16, None), Sampling(), ("replay", runs[0]), ("stock", runs[1]))
+        monkeypatch.setattr(module, "draw", lambda *args: drawn)
+        runs = [Run(tokens, "length") for tokens in (got, expected)]
+        prompt, params = encode(loaded, "abc", 5), sampling_params({})
+        return compare(loaded, prompt, EngineOptions(), params, ("replay", runs[0]), ("stock", runs[1]))
 
     return call
 
@@ -50,6 +54,9 @@ def test_verdicts(judge):
     assert (wrong.status, wrong.ok) == ("different", False)
     assert wrong.describe(("a", "b")).startswith("DIFFERENT")
     assert judge([1, 7, 3], [1, 8, 3], float("nan")).status == "different"
+    undrawn = judge([1, 7, 3], [1, 8, 3], 0.0, drawn=8)
+    assert undrawn.status == "different"
+    assert "its own logits give token 8, not 7" in undrawn.describe()
     short = judge([1, 2], [1, 2, 3], 0.0)
     assert (short.status, short.position) == ("different", 2)
     assert "after 2 equal tokens" in short.describe()
@@ -57,22 +64,27 @@ def test_verdicts(judge):
 
 def test_limit_is_of_the_size_of_rounding(loaded):
     prompt = encode(loaded, "abcdef", 20)
-    decode, sampling = Decode(16, "float32"), Sampling()
-    logits = module.last_logits(loaded, prompt, "stock", decode, sampling, 3)
+    params = sampling_params({})
+    logits = last_logits(loaded, prompt, "stock", EngineOptions(), params, 3)
     tokens = [int(logits.argmax())] * 3
     assert logits.shape == (257,)
-    fp32 = module._limit(loaded, prompt, decode, sampling, tokens, logits)
-    bf16 = module._limit(loaded, prompt, Decode(16, "bfloat16"), sampling, tokens, logits)
+    fp32 = module._limit(loaded, prompt, EngineOptions(state_dtype="float32"), params, tokens, logits)
+    bf16 = module._limit(loaded, prompt, EngineOptions(state_dtype="bfloat16"), params, tokens, logits)
     assert fp32 > 0
     assert bf16 >= 8 * 2**-7 * float(logits.abs().max())
 
 
-def test_last_logits_choose_the_token(loaded):
-    from replayssm.cli.decoding import run
-
-    prompt = encode(loaded, "abcdef", 20)
-    decode, sampling = Decode(4, None), Sampling()
-    done = run(loaded, prompt, "replay", decode, sampling, 8)
+@pytest.mark.parametrize("route", ["replay", "packed", "stock"])
+@pytest.mark.parametrize(
+    "given", [{}, {"temperature": 1.2, "top_k": 50, "seed": 3}, {"repetition_penalty": 2.0, "frequency_penalty": 1.0}]
+)
+def test_last_logits_give_the_token(loaded, route, given):
+    prompt, options, params = (
+        encode(loaded, "abcdef", 20),
+        EngineOptions(4),
+        sampling_params({**given, "max_tokens": 8}),
+    )
+    done = run(loaded, prompt, route, options, params)
     for at in (0, 3, 7):
-        logits = module.last_logits(loaded, prompt, "replay", decode, sampling, at)
-        assert int(logits.argmax()) == done.tokens[at]
+        logits = last_logits(loaded, prompt, route, options, params, at)
+        assert draw(logits, prompt.tokens, done.tokens[:at], params) == done.tokens[at]

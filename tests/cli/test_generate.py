@@ -4,10 +4,12 @@ import json
 import re
 
 import pytest
-import torch
 
-from replayssm.cli import decoding, generate
-from replayssm.cli.decoding import _Text
+from replayssm import ops
+from replayssm.cli import decoding, generate, routes
+from replayssm.cli.generate_request import sampling_params
+from replayssm.engine import runner
+from replayssm.engine.options import EngineOptions
 from replayssm.spec import packed_traffic
 from tests.cli.conftest import CONTEXT, byte_tokenizer, edit_config, save_model
 
@@ -121,22 +123,103 @@ def test_json_is_all_there_is_on_standard_output(cli, saved):
     assert "tokens   seconds" in result.err
 
 
-def test_end_token(cli, saved, monkeypatch):
-    free = cli("generate", saved, "--max-tokens", N, *RING, "--json", "--quiet", "--no-check").json["token_ids"]
+def test_end_token(cli, copy):
+    words = ("generate", copy, "--max-tokens", N, *RING, "--json")
+    free = cli(*words, "--quiet", "--no-check").json["token_ids"]
     end = free[5]
-    original = decoding.generation_config
-
-    def ending(*args):
-        config = original(*args)
-        config.eos_token_id = [end]
-        return config
-
-    monkeypatch.setattr(decoding, "generation_config", ending)
-    result = cli("generate", saved, "--max-tokens", N, *RING, "--json")
-    assert result.json["finish_reason"] == "eos"
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    result = cli(*words)
+    assert result.code == 0
+    assert result.json["finish_reason"] == "stop"
     assert result.json["token_ids"] == free[: free.index(end) + 1]
-    assert "ended by" in result.err
-    assert "the end token" in result.err
+    assert re.search("ended by +the end token", result.err)
+    result = cli(*words, "--ignore-eos")
+    assert result.code == 0
+    assert result.json["token_ids"] == free
+
+
+def test_wrong_end_token(refused, copy):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ["end"]}))
+    assert "'end'" in refused("generate", copy)
+
+
+def test_stop_text(cli, saved):
+    words = ("generate", saved, "--max-tokens", N, *RING, "--json")
+    free = cli(*words, "--quiet", "--no-check").json
+    stop = free["text"][4:6]
+    at = free["text"].index(stop)
+    result = cli(*words, "--stop", "never", "--stop", stop)
+    assert result.code == 0
+    assert result.json["text"] == free["text"][:at]
+    assert result.json["token_ids"] == free["token_ids"][: len(result.json["token_ids"])]
+    assert f"--stop {stop!r}" in result.err
+    assert all(verdict["tokens"] < N for verdict in result.json["check"].values())
+
+
+def test_the_checkpoints_own_sampling_does_not_slip_in(cli, copy):
+    words = ("generate", copy, "--max-tokens", N, *RING, "--json", "--quiet")
+    free = cli(*words).json["token_ids"]
+    (copy / "generation_config.json").write_text(json.dumps({"repetition_penalty": 9.0, "do_sample": True}))
+    result = cli(*words)
+    assert result.code == 0
+    assert result.json["token_ids"] == free
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--temperature", 1.2, "--top-p", 0.9, "--seed", 5),
+        ("--min-p", 0.05, "--presence-penalty", 0.5, "--frequency-penalty", 0.5),
+        ("--repetition-penalty", 1.5),
+    ],
+)
+def test_every_sampling_option_is_checked_against_stock(cli, saved, words):
+    result = cli("generate", saved, "--max-tokens", N, *RING, *words, "--json")
+    assert result.code == 0
+    assert len(set(result.json["token_ids"])) > 4  # greedily this model repeats itself
+    assert {verdict["status"] for verdict in result.json["check"].values()} == {"equal"}
+    for word in map(str, words):
+        assert word.removeprefix("--").replace("-pen", " pen") in result.err
+
+
+def test_logprobs(cli, saved, refused):
+    data = cli("generate", saved, "--max-tokens", 3, "--logprobs", 2, "--json", "--quiet", "--no-check").json
+    assert [one["token"] for one in data["logprobs"]] == data["token_ids"]
+    for one in data["logprobs"]:
+        assert one["top"][0] == [one["token"], one["logprob"]]
+        assert len(one["top"]) == 2
+    assert "--logprobs 2" in refused("generate", saved, "--logprobs", 2)
+
+
+def test_memory_split(cli, saved, refused):
+    result = cli("generate", saved, "--prompt", "hello", "--max-tokens", 2, "--no-check", "--memory", "64MiB")
+    for name in ("memory 64.0 MiB", "weights", "recurrent state", "ring", "conv windows", "keys and values"):
+        assert re.search(rf"^{name} .*B$|^{name}$", result.err, re.M), name
+    assert "slots 1, tokens 16, maximum concurrency at 7 tokens each: 1" in result.err
+    assert "memory of" in refused("generate", saved, "--max-tokens", 2, "--memory", "1MB")
+    assert "--context is 6" in refused("generate", saved, "--prompt", "hello", "--max-tokens", 2, "--context", 6)
+
+
+def test_text_comes_while_it_is_made(saved, monkeypatch):
+    loaded = decoding.load(str(saved), "float32", "cpu")
+    prompt, params = decoding.encode(loaded, "hello", N), sampling_params({"max_tokens": N})
+    pieces: list[str] = []
+    run = routes.run(loaded, prompt, "replay", EngineOptions(), params, on_text=pieces.append)
+    assert len(pieces) == N
+    assert "".join(pieces) == run.text
+
+    def gone(text):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        routes.run(loaded, prompt, "replay", EngineOptions(), params, on_text=gone)
+
+
+def test_a_failure_in_the_engine_is_not_a_short_text(cli, saved, monkeypatch):
+    monkeypatch.setattr(runner, "sample", lambda *args: 1 / 0)
+    result = cli("generate", saved, "--max-tokens", 2)
+    assert result.code == 70
+    assert "ZeroDivisionError" in result.err
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -156,36 +239,64 @@ def test_environment_chooses_the_state_dtype(cli, saved, monkeypatch, refused):
     assert "'fp8' from environment REPLAYSSM_STATE_DTYPE" in refused("generate", saved, "--max-tokens", 2)
 
 
-def test_a_wrong_decode_fails_the_check(cli, saved, monkeypatch):
-    """Mutation: replay decode with the wrong scale. The command must notice and say where."""
-    from replayssm import ops
+# Mutations: the command must notice a wrong decode, and say where.
 
+
+def replay_that(monkeypatch, change):
     original = ops.fused_recurrent_linear_replayssm_decode
 
-    def wrong(mixed_qkv, *args, **kwargs):
-        return original(mixed_qkv * 1.5, *args, **kwargs)
+    def wrong(mixed_qkv, a, b, A_log, dt_bias, scale, state, d, k, g, out, slots, write_pos, force=None, **kind):
+        mixed_qkv = change(mixed_qkv, d, slots, write_pos, force)
+        return original(mixed_qkv, a, b, A_log, dt_bias, scale, state, d, k, g, out, slots, write_pos, force, **kind)
 
     monkeypatch.setattr(ops, "fused_recurrent_linear_replayssm_decode", wrong)
-    result = cli("generate", saved, "--max-tokens", N, *RING, "--json")
+
+
+def scaled(mixed_qkv, d, slots, write_pos, force):
+    return mixed_qkv * 1.5
+
+
+def without_ring_at_a_fold(mixed_qkv, d, slots, write_pos, force):
+    folds = write_pos == d.shape[2] - 1
+    if force is not None:
+        folds = folds | (force != 0)
+    d[slots[folds].long()] = 0
+    return mixed_qkv
+
+
+@pytest.mark.parametrize("change", [scaled, without_ring_at_a_fold])
+def test_a_wrong_replay_fails_both_checks(cli, saved, monkeypatch, change):
+    replay_that(monkeypatch, change)
+    result = cli("generate", saved, "--max-tokens", 2 * N, *RING, "--json")
     assert result.code == 1
     assert "DIFFERENT; first difference at token" in result.err
-    verdict = result.json["check"]["packed"]
-    assert not verdict["ok"]
-    assert verdict["delta"] > verdict["limit"]
-    assert verdict["position"] >= 1
+    for verdict in result.json["check"].values():
+        assert not verdict["ok"]
+        assert verdict["delta"] > verdict["limit"]
+        assert verdict["position"] >= 1
 
 
-def test_text_arrives_in_whole_characters():
-    tokenizer, parts = byte_tokenizer(), []
-    text = "één 🙂 日本語 naïve\nβ "
-    stream = _Text(tokenizer, parts.append)
-    stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    for token in tokenizer(text).input_ids:
-        stream.put(torch.tensor([token]))
-    stream.end()
-    assert "".join(parts) == text
-    assert len(parts) > 5
-    assert all("�" not in part for part in parts)
+def test_a_wrong_packed_decode_fails_its_check_alone(cli, saved, monkeypatch):
+    original = ops.fused_recurrent_linear_packed_decode
+
+    def wrong(mixed_qkv, *args, **kind):
+        return original(mixed_qkv * 1.5, *args, **kind)
+
+    monkeypatch.setattr(ops, "fused_recurrent_linear_packed_decode", wrong)
+    result = cli("generate", saved, "--max-tokens", N, *RING, "--json", "--quiet")
+    assert result.code == 1
+    assert {name: verdict["ok"] for name, verdict in result.json["check"].items()} == {"packed": False, "stock": True}
+
+
+def test_a_token_that_its_logits_do_not_give_is_no_near_tie(cli, saved, monkeypatch):
+    original = runner.sample
+    monkeypatch.setattr(runner, "sample", lambda x, batch, positions, *rest: original(x, batch, positions + 1, *rest))
+    result = cli("generate", saved, "--max-tokens", N, *RING, "--temperature", 1.5, "--json")
+    assert result.code == 1
+    verdict = result.json["check"]["stock"]
+    assert verdict["delta"] <= verdict["limit"]
+    assert verdict["drawn"] == verdict["expected"] != verdict["got"]
+    assert f"its own logits give token {verdict['drawn']}, not {verdict['got']}" in result.err
 
 
 # What the command refuses about the model and the prompt.

@@ -6,8 +6,10 @@ import sys
 import pytest
 
 from replayssm.cli import app
-from replayssm.cli.options import SAMPLE_PROMPT, Sampling, read_prompt
+from replayssm.cli.generate_request import GenerateRequest
+from replayssm.cli.options import SAMPLE_PROMPT, read_prompt
 from replayssm.cli.parser import build_parser
+from replayssm.engine.params import SamplingParams
 
 
 def parse(*words):
@@ -21,13 +23,13 @@ def parse(*words):
         (["--ring-len", "65"], ["ring length 65", "1…64"]),
         (["--ring-len", "-3"], ["ring length -3"]),
         (["--state-dtype", "fp8"], ["'fp8'", "--state-dtype", "float32", "bfloat16", "float16"]),
-        (["--max-tokens", "0"], ["--max-tokens 0", "below 1"]),
+        (["--max-tokens", "0"], ["--max-tokens 0", "outside 1…"]),
         (["--max-tokens", "-5"], ["--max-tokens -5"]),
         (["--temperature", "-1"], ["--temperature -1.0"]),
         (["--temperature", "nan"], ["--temperature nan"]),
         (["--temperature", "inf"], ["--temperature inf"]),
         (["--temperature", "1e-42"], ["--temperature 1e-42", "0.001"]),
-        (["--temperature", "1", "--seed", "4294967296"], ["--seed 4294967296", "4294967295"]),
+        (["--temperature", "1", "--seed", str(2**63)], [f"--seed {2**63}", f"{2**63 - 1}"]),
         (["--top-k", "0"], ["--top-k 0"]),
         (["--top-p", "0"], ["--top-p 0.0"]),
         (["--top-p", "1.5"], ["--top-p 1.5"]),
@@ -36,6 +38,26 @@ def parse(*words):
         (["--greedy", "--top-k", "5", "--top-p", "0.5"], ["--greedy", "--top-k 5, --top-p 0.5"]),
         (["--temperature", "0", "--top-k", "5"], ["--temperature 0", "--top-k 5"]),
         (["--seed", "4"], ["--seed 4", "greedy"]),
+        (["--min-p", "2"], ["--min-p 2.0"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty 0.0"]),
+        (["--presence-penalty", "3"], ["--presence-penalty 3.0", "2]"]),
+        (["--frequency-penalty", "nan"], ["--frequency-penalty nan"]),
+        (["--stop", ""], ["--stop", "empty"]),
+        (["--logprobs", "21", "--json"], ["--logprobs 21", "20"]),
+        (["--logprobs", "1"], ["--logprobs 1", "--json"]),
+        (["--temperature", "1", "--n", "2"], ["--n 2", "--jsonl"]),
+        (["--max-requests", "2"], ["--max-requests 2", "--jsonl"]),
+        (["--out", "x"], ["--out x", "--jsonl"]),
+        (["--prefix-cache"], ["--prefix-cache", "--jsonl"]),
+        (["--memory", "8"], ["--memory '8'", "unit"]),
+        (["--chunk-tokens", "1"], ["--chunk-tokens 1", "2"]),
+        (["--context", "1"], ["--context 1"]),
+        (["--jsonl", "none.jsonl"], ["none.jsonl", "No such file"]),
+        (["--jsonl", __file__, "--json"], ["--json", "--jsonl"]),
+        (["--jsonl", __file__, "--prompt", "a"], ["--jsonl", "--prompt"]),
+        (["--jsonl", __file__, "--n", "2"], ["--n = 2 greedy"]),
+        (["--jsonl", __file__, "--max-requests", "0"], ["--max-requests 0"]),
+        (["--jsonl", __file__, "--out", "/no/such/folder"], ["--out", "/no/such"]),
         (["--prompt", ""], ["--prompt", "empty"]),
         (["--prompt", " \n\t"], ["--prompt", "empty"]),
         (["--prompt", "caf\udce9"], ["--prompt", "not UTF-8 at character 3"]),
@@ -71,10 +93,16 @@ def test_prompt_sources(tmp_path, monkeypatch):
 
 
 def test_sampling():
-    assert Sampling.from_args(parse()) == Sampling()
-    assert Sampling.from_args(parse("--greedy")).greedy
-    assert Sampling.from_args(parse("--temperature", "0")).greedy
-    assert Sampling.from_args(parse("--top-k", "5")) == Sampling(1.0, 5, 1.0, 0)
-    assert Sampling.from_args(parse("--temperature", "0.5", "--top-p", "0.9", "--seed", "7")) == Sampling(
-        0.5, 0, 0.9, 7
+    def params(*words):
+        return GenerateRequest.from_args(parse(*words, "--max-tokens", "9")).params
+
+    greedy = SamplingParams(temperature=0, seed=0, max_tokens=9)
+    assert params() == params("--greedy") == params("--temperature", "0") == greedy
+    assert params("--top-k", "5") == SamplingParams(top_k=5, seed=0, max_tokens=9)
+    assert params("--min-p", "0.5") == SamplingParams(min_p=0.5, seed=0, max_tokens=9)
+    assert params("--repetition-penalty", "1.5", "--stop", "a", "--stop", "b", "--ignore-eos") == SamplingParams(
+        temperature=0, repetition_penalty=1.5, stop=("a", "b"), ignore_eos=True, seed=0, max_tokens=9
+    )
+    assert params("--temperature", "0.5", "--top-p", "0.9", "--seed", "7") == SamplingParams(
+        temperature=0.5, top_p=0.9, seed=7, max_tokens=9
     )

@@ -131,7 +131,7 @@ def test_the_environment_chooses_the_state(cli, monkeypatch):
 
 
 def test_reserve_and_zero_requests(cli):
-    found = cli("plan", "gdn", "--memory", "20MB", "--reserve", "4MB", "--json").json
+    found = cli("plan", "gdn", "--memory", "22MB", "--reserve", "4MB", "--json").json
     assert found["capacity"]["reserve"] == 4_000_000
     assert [row["requests"] for row in found["capacity"]["rows"]] == [0, 0]
     need = request_bytes(GEOMETRIES["Qwen3.5-0.8B"], Settings(), "replay").total

@@ -56,21 +56,28 @@ def test_refusals(cli, words, said):
 
 
 def test_task(cli, tmp_path):
-    result = cli("study", "task", "--count", "2", "--models", "gdn", "--out", str(tmp_path / "task.json"), "--json")
+    words = ("--count", "1", "--sets", "large,usual", "--models", "gdn")
+    result = cli("study", "task", *words, "--out", str(tmp_path / "task.json"), "--json")
     assert result.code == 0
     found = result.json
     assert found.keys() == {"command", "device", "versions", "task"}
+    assert found["command"].startswith("replayssm study task --models gdn --count 1 --sets large,usual --out")
     assert json.loads((tmp_path / "task.json").read_text()) == found
     rows = found["task"]["gdn"]
-    assert [row["route"] for row in rows] == ["stock", *["packed", "replay"] * 3]
-    assert all(row["count"] == 2 and row["low"] <= row["accuracy"] <= row["high"] for row in rows)
-    assert "2 sums with worked steps" in result.err
+    assert [row["route"] for row in rows] == ["stock", *["packed", "replay"] * 3] * 2
+    assert [row["set"] for row in rows] == ["large"] * 7 + ["usual"] * 7
+    assert all(row["count"] == 1 and row["low"] <= row["accuracy"] <= row["high"] for row in rows)
+    for table in tables.scores(found):
+        assert table.title in result.err
+    assert "1 sums of 3 to 10 numbers" in result.err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--count", "0"), "--count 0"),
+        (("--sets", "usual,tiny"), "'tiny'"),
+        (("--sets", ""), "sets of problems: usual, large"),
         (("--models", "nothing"), "nothing"),
         (("--out", "/nowhere/at/all.json"), "/nowhere/at/all.json"),
     ],

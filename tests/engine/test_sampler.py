@@ -190,3 +190,11 @@ def test_refusals():
         prepare([SamplingParams()] * 2, [1])
     with pytest.raises(ShapeError, match="history"):
         sample(logits(1), prepare([SamplingParams(presence_penalty=1)], [1]), at(0))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-39, 1e-44])
+def test_a_tiny_temperature_takes_the_likeliest(temperature):
+    """Logits over it exceed what a number can hold."""
+    batch = prepare([SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1)] * 2, [0, 1])
+    logits = torch.tensor([[1.0, 2.0, 3.0, 2.5], [-90.0, float("-inf"), -91.0, -200.0]])
+    assert sample(logits, batch, torch.tensor([0, 1])).tokens.tolist() == [2, 0]

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from replayssm.errors import OptionError
-from replayssm.study.task import SPLITS, Problem, first_error, is_right, problems, read_answer
+from replayssm.study.task import SETS, SPLITS, Problem, first_error, is_right, problems, read_answer
 
 EXAMPLE = Problem((47, 12, 85))
 
@@ -61,6 +61,16 @@ def test_problems_are_different_and_all_lengths_appear():
     assert all(max(p.numbers) <= 9 for p in problems("valid", 50, lengths=(6, 7), limits=(9,)))
 
 
+def test_sets_to_score_on():
+    assert SETS["usual"].draw(40) == problems("test", 40)
+    large = SETS["large"].draw(400)
+    assert {len(p.numbers) for p in large} == {10}
+    assert {n for p in large for n in p.numbers} == set(range(80, 100))
+    assert {p.split for p in large} == {"test"}
+    known = problems("train", 60_000, seed=20)  # as in `prepare_data.py`
+    assert max(p.answer for p in known) < min(p.answer for p in large)
+
+
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
@@ -94,6 +104,8 @@ def test_first_error():
         (("test", 1, 0, (), ()), "largest number None"),
         (("test", 1, 0, (1,)), "problem of 1 numbers"),
         (("test", 1, 0, (11,)), "problem of 11 numbers"),
+        (("test", 1, 0, (), (9, 99), 10), r"smallest number 10 is outside 1…9"),
+        (("test", 26, 0, (2,), (99,), 50), r"26 problems of part 'test' are outside 0…25"),
     ],
 )
 def test_refusals(arguments, words):

@@ -1,6 +1,6 @@
-"""`replayssm bench decode`: ceilings, then packed, replay and peers against them; a check before every number.
+"""`replayssm bench`: one layer against ceilings, or the engine under load; a check before every number.
 
-The JSON object:
+The JSON object of `decode`:
 
     command        the command line, defaults written out
     name, layer    what was measured: kind, num_k_heads, num_v_heads, head_k_dim, head_v_dim, lower_bound, beta_scale
@@ -11,6 +11,17 @@ The JSON object:
     skipped        peer and state dtype: why it did not run
     ok             no row failed
     rows           see `replayssm.bench.run`
+
+That of `throughput` and `latency`:
+
+    command, device, versions, ok
+    name, weights  of the model; "loaded" or "random weights"
+    layers, all_layers, parameters, dtype
+    ring_len, prompt_tokens, output_tokens, context, chunk_tokens, memory_fraction, graphs, overlap, seed
+    measured       how, in words
+    plans          for each mode and state dtype the engine's memory: budget, split by purpose, slots, tokens,
+                   page_size
+    rows           see `replayssm.bench.serving`
 """
 
 from __future__ import annotations
@@ -19,9 +30,13 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from replayssm.bench import ceilings, device, plot
+from transformers import __version__ as transformers_version
+from transformers import logging as transformers_logging
+
+from replayssm.bench import ceilings, device, plot, serving, serving_busy, serving_model, serving_plot
 from replayssm.bench.request import BenchRequest
 from replayssm.bench.run import run
+from replayssm.bench.serving_request import LatencyRequest, ServingRequest, ThroughputRequest
 from replayssm.bench.timing import wanted_bytes
 from replayssm.cli.console import human_bytes, print_json, print_table, step
 
@@ -30,8 +45,22 @@ HEADER = (
 )  # fmt: skip
 
 
-def run_command(request: BenchRequest) -> int:
+THROUGHPUT_HEADER = (
+    "batch", "state", "mode", "decode tok/s", "× packed", "TPOT ms", "p99", "TTFT ms", "p99", "tok/s", "GPU busy",
+    "memory", "steps", "route", "check",
+)  # fmt: skip
+LATENCY_HEADER = (
+    "rate", "state", "mode", "tok/s", "× packed", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "e2e ms", "p99",
+    "memory", "check",
+)  # fmt: skip
+
+
+def run_command(request: BenchRequest | ServingRequest) -> int:
     """Return 0, or 1 when a row failed."""
+    return _decode(request) if isinstance(request, BenchRequest) else _serve(request)
+
+
+def _decode(request: BenchRequest) -> int:
     where = device.resolve(request.device)
     facts, software = device.describe(where), device.versions()
     with step(f"ceilings of {where}"):
@@ -57,16 +86,166 @@ def run_command(request: BenchRequest) -> int:
     result: dict[str, Any] = dict(command=request.command, name=request.name, layer=spec)
     result |= dict(ring_len=request.ring_len, io_dtype=request.io_dtype, quick=request.quick, device=facts)
     result |= dict(versions=software, ceilings=roof._asdict(), skipped=skipped, ok=not failed, rows=rows)
-    if request.json_file == "-":
-        print_json(result, request.args.out)
-    elif request.json_file is not None:
-        with open(request.json_file, "w", encoding="utf-8") as file:
-            print_json(result, file)
+    _write_json(result, request)
     if request.plot_file is not None:
         title = f"{request.name}, L = {request.ring_len}, activations {request.io_dtype}, {facts['name']}"
         plot.plot(rows, title, request.plot_file)
         print(f"plot: {request.plot_file}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _serve(request: ServingRequest) -> int:
+    where = device.resolve(request.args.device)
+    facts, software = device.describe(where), device.versions() | {"transformers": transformers_version}
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    plan = serving_model.plan(request)
+    context = request.context(plan.positions)
+    with step(f"{'random weights of' if plan.random else 'loading'} {plan.name}"):
+        loaded = serving_model.make(request, plan, where)
+    size = sum(x.numel() for x in loaded.model.parameters())
+    _print_serving_head(request, plan, size, context, facts, software)
+    measured: dict[str, Any] = {}
+    if isinstance(request, ThroughputRequest):
+        found = serving.throughput(request, loaded, context, step, _say)
+        print_table(THROUGHPUT_HEADER, [_throughput_cells(row) for row in found.rows], left=3)
+        print("\nTPOT and decode tok/s: steps in which all requests decode, whole ring periods; tok/s: the whole run")
+        measured["window"] = (
+            "wall clock over engine steps in which all requests decode, a whole number of ring periods, the device "
+            "synchronised at both ends; everything was compiled and recorded by an equal run before it"
+        )
+        measured |= dict(gpu_busy=serving_busy.HOW if where.type == "cuda" else None)
+    else:
+        assert isinstance(request, LatencyRequest)
+        found = serving.latency(request, loaded, context, step, _say)
+        print_table(LATENCY_HEADER, [_latency_cells(row) for row in found.rows], left=3)
+        print("\nmedian and p99; a request that waits for its turn has arrived already")
+        measured["arrivals"] = "a Poisson process for each rate; times of tokens are those at which a listener has them"
+    measured["memory"] = "peak of the GPU's allocations" if where.type == "cuda" else "peak of the process"
+    failed = [row for row in found.rows if row["status"] != "ok"]
+    for row in found.rows:
+        name = f"{row['mode']}, state {row['state_dtype']}, {_load(row)}"
+        check = row["check"]
+        if check and check["position"] is not None and row["status"] == "ok":
+            print(
+                f"near-tie {name}: request {check['request']} differs from packed at token {check['position']}, gap "
+                f"{check['gap']:.2g}, limit {check['limit']:.2g}"
+            )
+        for note in row["notes"]:
+            print(f"note {name}: {note}")
+    for row in failed:
+        print(f"FAILED {row['mode']}, state {row['state_dtype']}, {_load(row)}: {row['error']}")
+
+    args = request.args
+    result: dict[str, Any] = dict(command=request.command, name=plan.name)
+    result |= dict(weights="random weights" if plan.random else "loaded", layers=plan.layers)
+    result |= dict(all_layers=plan.all_layers, parameters=size, dtype=request.dtype, context=context)
+    for name in ("ring_len", "prompt_tokens", "output_tokens", "chunk_tokens", "memory_fraction", "seed"):
+        result[name] = getattr(args, name)
+    on_gpu = where.type == "cuda"
+    result |= dict(graphs=on_gpu and not args.no_graphs, overlap=on_gpu and not args.no_overlap)
+    result |= dict(device=facts, versions=software, measured=measured, plans=found.plans)
+    result |= dict(ok=not failed, rows=found.rows)
+    _write_json(result, request)
+    if request.plot_file is not None:
+        draw = serving_plot.throughput if request.suite == "throughput" else serving_plot.latency
+        draw(found.rows, f"{_model_line(request, plan, size)}, {facts['name']}", request.plot_file)
+        print(f"plot: {request.plot_file}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _print_serving_head(
+    request: ServingRequest,
+    plan: serving_model.Plan,
+    size: int,
+    context: int,
+    facts: dict[str, str | int],
+    software: dict[str, str],
+) -> None:
+    args = request.args
+    work = f"{args.prompt_tokens} prompt tokens, {args.output_tokens} output tokens, greedy, random prompts"
+    switches = [name for name, off in (("graphs", args.no_graphs), ("overlap", args.no_overlap)) if off]
+    engine = f"ring of {args.ring_len}, {args.chunk_tokens} prompt tokens a step, context {context}"
+    print_table(
+        ("", ""),
+        (
+            ("model", _model_line(request, plan, size)),
+            ("device", ", ".join(f"{key} {value}" for key, value in facts.items())),
+            ("versions", ", ".join(f"{name} {number}" for name, number in software.items())),
+            ("requests", work),
+            ("engine", engine + "".join(f", no {name}" for name in switches)),
+        ),
+        left=2,
+    )
+    print(flush=True)
+
+
+def _model_line(request: ServingRequest, plan: serving_model.Plan, size: int) -> str:
+    count = f"{size / 1e9:.3g} billion" if size >= 1e9 else f"{size / 1e6:.3g} million"
+    words = [plan.name, f"{count} parameters", request.dtype]
+    words += ["random weights"] if plan.random else []
+    words += [f"{plan.layers} of {plan.all_layers} layers"] if plan.layers != plan.all_layers else []
+    return ", ".join(words)
+
+
+def _say(plan: dict[str, Any]) -> None:
+    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in plan["split"].items() if size)
+    print(
+        f"memory, mode {plan['mode']}, state {plan['state_dtype']}: {plan['slots']} slots, {plan['tokens']} tokens of "
+        f"context; of {human_bytes(plan['budget'])}: {parts}",
+        flush=True,
+    )
+
+
+def _load(row: dict[str, Any]) -> str:
+    if "batch" in row:
+        return f"B = {row['batch']}"
+    return "all at once" if row["rate"] is None else f"rate {row['rate']:g}"
+
+
+def _throughput_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    head = (str(row["batch"]), row["state_dtype"], row["mode"])
+    if row["status"] != "ok":
+        return (*head, "FAILED", *("–",) * 10, "see below")
+    busy = row["gpu_busy"]
+    return (
+        *head,
+        _number(row["decode_tokens_per_s"]),
+        _times(row["vs_packed"]),
+        _number(row["tpot_ms"]["mean"]),
+        _number(row["tpot_ms"]["p99"]),
+        _number(row["ttft_ms"]["mean"]),
+        _number(row["ttft_ms"]["p99"]),
+        _number(row["tokens_per_s"]),
+        "–" if busy is None else f"{100 * busy:.0f} %",
+        human_bytes(row["memory_bytes"]),
+        str(row["steps"]),
+        row["route"],
+        row["check"]["status"],
+    )
+
+
+def _latency_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    head = ("inf" if row["rate"] is None else f"{row['rate']:g}", row["state_dtype"], row["mode"])
+    if row["status"] != "ok":
+        return (*head, "FAILED", *("–",) * 10, "see below")
+    times = [row[f"{name}_ms"] for name in ("ttft", "tpot", "itl", "e2e")]
+    return (
+        *head,
+        _number(row["tokens_per_s"]),
+        _times(row["vs_packed"]),
+        *("–" if found is None else _number(found[key]) for found in times for key in ("median", "p99")),
+        human_bytes(row["memory_bytes"]),
+        row["check"]["status"],
+    )
+
+
+def _write_json(result: dict[str, Any], request: BenchRequest | ServingRequest) -> None:
+    if request.args.json_file == "-":
+        print_json(result, request.args.out)
+    elif request.args.json_file is not None:
+        with open(request.args.json_file, "w", encoding="utf-8") as file:
+            print_json(result, file)
 
 
 def _print_head(

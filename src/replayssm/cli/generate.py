@@ -7,26 +7,38 @@ from typing import Any
 
 from replayssm.cli.compare import Verdict, compare
 from replayssm.cli.console import counter, human_bytes, print_json, print_table, step, write
-from replayssm.cli.decoding import Route, Run, encode, load, peak_memory, run, state_dtype
-from replayssm.cli.options import Decode, GenerateRequest, Sampling
+from replayssm.cli.decoding import Route, Run, encode, end_tokens, load, peak_memory, state_dtype
+from replayssm.cli.generate_request import GenerateRequest
+from replayssm.cli.many import run_many
+from replayssm.cli.memory import print_memory
+from replayssm.cli.routes import run
+from replayssm.engine.core import Engine
+from replayssm.engine.params import SamplingParams
 from replayssm.models.loading import LoadedModel
 from replayssm.spec import packed_traffic, replay_traffic
 
 
 def run_command(request: GenerateRequest) -> int:
-    """Return 0, or 1 when the tokens differ from packed or stock decode by more than a near-tie."""
-    args, text, max_tokens, sampling, decode = request
+    """Return 0, or 1 when the tokens differ from packed or stock decode by more than a near-tie, or a line failed."""
+    if request.lines is not None:
+        return run_many(request)
+    args, params, options, text = request.args, request.params, request.engine, request.prompt
     route: Route = "packed" if args.no_replay else "replay"
 
     with step(f"loading {args.model}", args.quiet):
         loaded = load(args.model, args.dtype, args.device)
-        prompt = encode(loaded, text, max_tokens)
-        dtype = state_dtype(loaded, decode)
+        end_tokens(loaded)
+        prompt = encode(loaded, text, params.max_tokens, options.context)
+        dtype = state_dtype(loaded, options)
 
     writes = not (args.quiet and args.json)
-    if writes and not args.quiet:
-        write(text, dim=True)
-    main = run(loaded, prompt, route, decode, sampling, max_tokens, on_text=write if writes else None)
+
+    def start(engine: Engine) -> None:
+        if not args.quiet:
+            print_memory(engine)
+            write(text, dim=True)
+
+    main = run(loaded, prompt, route, options, params, on_start=start, on_text=write if writes else None)
     if writes:
         write("\n")
     memory = peak_memory(loaded)
@@ -36,20 +48,20 @@ def run_command(request: GenerateRequest) -> int:
     if not args.no_check:
         for other in ("packed", "stock") if route == "replay" else ("stock",):
             with counter(f"checking against {NAMES[other]}", len(main.tokens), args.quiet) as tick:
-                runs[other] = run(loaded, prompt, other, decode, sampling, max_tokens, on_token=tick)
-                verdicts.append(compare(loaded, prompt, decode, sampling, (route, main), (other, runs[other])))
+                runs[other] = run(loaded, prompt, other, options, params, on_token=tick)
+                verdicts.append(compare(loaded, prompt, options, params, (route, main), (other, runs[other])))
 
-    traffic = _traffic(loaded, runs, decode, dtype.name)
+    traffic = _traffic(loaded, runs, options.ring_len, dtype.name)
     if not args.quiet:
         print()
         _print_summary(loaded, args, prompt.length, main, memory, traffic, verdicts)
-        ring = "no ring" if args.no_replay else f"ring of {decode.ring_len}"
-        print(f"\nstate {dtype.name} ({dtype.source}), {ring}, model {args.dtype}, {_sampling(sampling)}")
+        ring = "no ring" if args.no_replay else f"ring of {options.ring_len}"
+        print(f"\nstate {dtype.name} ({dtype.source}), {ring}, model {args.dtype}, {_sampling(params)}")
     if args.json:
         result = {
             "model": args.model,
             "route": route,
-            "text": loaded.tokenizer.decode(main.tokens, skip_special_tokens=True),
+            "text": main.text,
             "token_ids": main.tokens,
             "finish_reason": main.finish_reason,
             "prompt_tokens": prompt.length,
@@ -60,20 +72,26 @@ def run_command(request: GenerateRequest) -> int:
             "generated_tokens_per_second": _rate(main.decode_steps, main.decode_seconds),
             "peak_memory_bytes": memory[0],
             "peak_memory_of": memory[1],
-            "ring_len": None if args.no_replay else decode.ring_len,
+            "ring_len": None if args.no_replay else options.ring_len,
             "state_dtype": dtype.name,
             "state_dtype_source": dtype.source,
             "dtype": args.dtype,
-            "sampling": None if sampling.greedy else vars(sampling),
+            "sampling": {name: getattr(params, name) for name in SAMPLING},
             "traffic_bytes_per_token": traffic,
             "flushes": _flushes(loaded, main),
             "check": {verdict.reference: verdict.as_json() for verdict in verdicts} or None,
         }
+        if params.logprobs is not None:
+            result["logprobs"] = [logprob._asdict() for logprob in main.logprobs]
         print_json(result, args.out)
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
 NAMES: dict[Route, str] = {"replay": "replay", "packed": "packed decode", "stock": "stock transformers"}
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "stop", "ignore_eos",
+)  # fmt: skip
 PARTS = ("state_read", "state_written", "ring_read", "ring_written")
 
 
@@ -86,7 +104,7 @@ def _flushes(loaded: LoadedModel, main: Run) -> int:
     return main.traffic["flushes"] // len(loaded.specs)
 
 
-def _traffic(loaded: LoadedModel, runs: dict[Route, Run], decode: Decode, dtype: str) -> dict[str, Any]:
+def _traffic(loaded: LoadedModel, runs: dict[Route, Run], ring_len: int, dtype: str) -> dict[str, Any]:
     """Bytes per decoded token, all layers: what the ops counted, or computed where no run has counted."""
     result: dict[str, Any] = {}
     for route, done in runs.items():
@@ -100,7 +118,7 @@ def _traffic(loaded: LoadedModel, runs: dict[Route, Run], decode: Decode, dtype:
         numbers["total"] = sum(numbers[part] for part in PARTS)
     if "replay" in result:
         io = str(loaded.model.dtype).removeprefix("torch.")
-        period = sum(replay_traffic(s, decode.ring_len, dtype, io).total for s in loaded.specs)
+        period = sum(replay_traffic(s, ring_len, dtype, io).total for s in loaded.specs)
         result["ratio"] = result["replay"]["total"] / result["packed"]["total"]
         result["ratio_whole_period"] = period / result["packed"]["total"]
     return result
@@ -148,7 +166,7 @@ def _print_summary(
     print_table(("bytes per token", *titles, *(("ratio",) if len(routes) == 2 else ())), rows)
 
     facts = [
-        ("ended by", "the end token" if main.finish_reason == "eos" else f"--max-tokens {args.max_tokens}"),
+        ("ended by", _end(main, args.max_tokens)),
         ("state flushes", f"{_flushes(loaded, main)} in {main.decode_steps} steps, each of {len(loaded.specs)} layers"),
     ]
     facts.append(("peak memory", f"{human_bytes(memory[0])} ({memory[1]})"))
@@ -169,9 +187,23 @@ def _tokens(loaded: LoadedModel, verdict: Verdict) -> tuple[str, str]:
     return got, expected
 
 
-def _sampling(sampling: Sampling) -> str:
-    if sampling.greedy:
-        return "greedy"
-    kept = f", top-k {sampling.top_k}" if sampling.top_k else ""
-    kept += f", top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-    return f"temperature {sampling.temperature:g}{kept}, seed {sampling.seed}"
+def _end(main: Run, max_tokens: int) -> str:
+    if main.stopped is not None:
+        return f"--stop {main.stopped!r}"
+    return "the end token" if main.finish_reason == "stop" else f"--max-tokens {max_tokens}"
+
+
+def _sampling(params: SamplingParams) -> str:
+    penalties = ", ".join(
+        f"{kind} penalty {value:g}"
+        for kind, unused in (("repetition", 1), ("presence", 0), ("frequency", 0))
+        if (value := getattr(params, f"{kind}_penalty")) != unused
+    )
+    if params.greedy:
+        return "greedy" + (f", {penalties}" if penalties else "")
+    parts = [f"temperature {params.temperature:g}"]
+    parts += [f"top-k {params.top_k}"] if params.top_k else []
+    parts += [f"top-p {params.top_p:g}"] if params.top_p < 1 else []
+    parts += [f"min-p {params.min_p:g}"] if params.min_p else []
+    parts += [penalties] if penalties else []
+    return ", ".join([*parts, f"seed {params.seed}"])

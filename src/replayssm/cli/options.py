@@ -1,4 +1,4 @@
-"""Checked options of `generate` and `check`: everything that can be refused before torch is imported."""
+"""Checked options of `check` and `study`, and what `generate` shares: all that can be refused without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from replayssm.checks import at_least, needs_matplotlib, writable
 from replayssm.dtypes import parse_state_dtype
 from replayssm.errors import OptionError, PromptError
 from replayssm.spec import check_ring_len
+from replayssm.study.task import SETS
 
-# Of `study task`: problems.
+# Of `study task`: problems of a set.
 COUNT = 400
 # Of `study numerics`: steps of one layer, tokens a row of a model.
 STEPS, QUICK_STEPS = 8192, 512
@@ -22,45 +23,6 @@ TOKENS, QUICK_TOKENS = 512, 32
 
 # A heading as in the shipped model's training text, and a few words.
 SAMPLE_PROMPT = "Pride and Prejudice, Chapter 62\n\nElizabeth was sitting by the window, when"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Greedy when `temperature` is 0; `top_k` 0 and `top_p` 1 leave all tokens in."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    @property
-    def greedy(self) -> bool:
-        """No sampling."""
-        return self.temperature == 0
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> Sampling:
-        """Check the sampling options, each alone and against the others."""
-        temperature, top_k, top_p, seed = args.temperature, args.top_k, args.top_p, args.seed
-        if temperature and not 1e-3 <= temperature <= 1e3:
-            raise OptionError(f"--temperature {temperature} is outside 0.001…1000; 0 is greedy")
-        if top_k is not None and top_k < 1:
-            raise OptionError(f"--top-k {top_k} is below 1; leave it out to keep all tokens")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise OptionError(f"--top-p {top_p} is outside (0, 1]")
-        if seed is not None and not 0 <= seed < 2**32:
-            raise OptionError(f"--seed {seed} is outside 0…4294967295")
-        given = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
-        sampling = [f"{name} {value}" for name, value in given.items() if value]
-        if args.greedy and sampling:
-            raise OptionError(f"--greedy contradicts {', '.join(sampling)}; drop one or the other")
-        if temperature == 0 and sampling:
-            raise OptionError(f"--temperature 0 is greedy and contradicts {', '.join(sampling)}")
-        if not sampling:
-            if seed is not None:
-                raise OptionError(f"--seed {seed} has no effect on greedy decode; add --temperature, or drop it")
-            return cls()
-        return cls(1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p, seed or 0)
 
 
 @dataclass(frozen=True)
@@ -76,23 +38,6 @@ class Decode:
         check_ring_len(args.ring_len)
         given = args.state_dtype
         return cls(args.ring_len, None if given is None else parse_state_dtype(given, "--state-dtype"))
-
-
-class GenerateRequest(NamedTuple):
-    """Checked input of `generate`; `args` holds the plain switches."""
-
-    args: argparse.Namespace
-    prompt: str
-    tokens: int
-    sampling: Sampling
-    decode: Decode
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> GenerateRequest:
-        """Raises `OptionError`, `RingLengthError`, `DtypeError` or `PromptError`."""
-        tokens = at_least("--max-tokens", args.max_tokens)
-        sampling, decode = Sampling.from_args(args), Decode.from_args(args)
-        return cls(args, read_prompt(args), tokens, sampling, decode)
 
 
 class CheckRequest(NamedTuple):
@@ -111,23 +56,27 @@ class CheckRequest(NamedTuple):
 
 
 class TaskRequest(NamedTuple):
-    """Checked input of `study task`. `models` None: all shipped."""
+    """Checked input of `study task`. `models` None: all shipped; `sets`: names in `study.task.SETS`."""
 
     args: argparse.Namespace
     models: tuple[str, ...] | None
     problems: int
+    sets: tuple[str, ...]
     file: Path | None
 
     @property
     def command(self) -> str:
         """The command line that gives this request, defaults written out."""
-        return _command("study task", self.args, count=self.problems, out=self.file)
+        return _command("study task", self.args, count=self.problems, sets=self.args.sets, out=self.file)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TaskRequest:
         """Raises `OptionError`."""
         file = None if args.out is None else writable("--out", Path(args.out))
-        return cls(args, _models(args.models), at_least("--count", args.count), file)
+        sets = tuple(dict.fromkeys(args.sets.split(",")))
+        if unknown := [name for name in sets if name not in SETS]:
+            raise OptionError(f"--sets has {unknown[0]!r}; sets of problems: {', '.join(SETS)}")
+        return cls(args, _models(args.models), at_least("--count", args.count), sets, file)
 
 
 class StudyRequest(NamedTuple):

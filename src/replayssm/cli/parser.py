@@ -7,13 +7,17 @@ from typing import Any, NoReturn
 
 from replayssm import __version__
 from replayssm.bench.request import BenchRequest
-from replayssm.cli.options import COUNT, CheckRequest, GenerateRequest, StudyRequest, TaskRequest
+from replayssm.bench.serving_configs import CONFIGS
+from replayssm.bench.serving_request import LatencyRequest, ThroughputRequest
+from replayssm.cli.generate_parser import GENERATE_EXAMPLES, add_engine, add_prompts, add_sampling, add_switches
+from replayssm.cli.generate_request import GenerateRequest
+from replayssm.cli.options import COUNT, CheckRequest, StudyRequest, TaskRequest
 from replayssm.errors import OptionError
 from replayssm.planner.request import PlanRequest
 from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, RING_LEN_MIN
+from replayssm.study.task import SETS
 
 DEFAULT_MODEL = "gdn"
-DEFAULT_MAX_TOKENS = 200
 DEFAULT_CHECK_TOKENS = 64
 
 MAIN_EXAMPLES = """\
@@ -22,26 +26,10 @@ examples:
   replayssm generate ./Qwen3.5-0.8B --prompt "The tide" --max-tokens 64
   replayssm check gdn                      every linear layer against an fp64 oracle
   replayssm bench decode --quick           packed and replay decode against the memory ceilings
+  replayssm bench throughput gdn           the engine: tokens a second, replay and packed
   replayssm study numerics --quick         errors of state dtypes and ring lengths
   replayssm plan Qwen3.5-9B --memory 80GB  bytes per request and step, requests that fit; runs nothing
   replayssm env                            versions, devices, backend, state dtype
-"""
-
-GENERATE_EXAMPLES = """\
-Decoding is greedy unless --temperature, --top-k or --top-p is given; the sampling seed is then 0 unless --seed says
-otherwise. The prompt is continued as plain text: no chat template is applied.
-
-After the text the same prompt is decoded again by packed decode and by stock transformers, from the same seed. The
-tokens must be equal; a first difference within the numerical noise of the model counts as a near-tie and is named.
-
-examples:
-  replayssm generate gdn --prompt "In the beginning" --max-tokens 100
-  replayssm generate gdn --temperature 0.8 --top-p 0.95 --seed 7
-  cat letter.txt | replayssm generate gdn --prompt-file - --quiet
-  replayssm generate gdn --state-dtype fp16 --ring-len 32
-  replayssm generate gdn --json --quiet | python3 -m json.tool
-
-exit code: 0 equal or near-tie (or --no-check), 1 tokens differ, 2 wrong input
 """
 
 CHECK_EXAMPLES = """\
@@ -71,6 +59,35 @@ examples:
 
 exit code: 0 done, 1 a row failed its check, 2 wrong input
 """
+
+SERVING_EXAMPLES = """\
+Every mode has an engine of its own; nothing else changes between them. Before a number, an equal run warms up and is
+checked: a few requests must say what packed decode says, up to near-ties, which are named. Without a passed check there
+is no number. Prompts are random tokens, answers greedy and of full length.
+
+--config makes random weights on the device from a model's dimensions: {configs}, or any
+config.json. {more}
+
+examples:
+{examples}
+
+exit code: 0 done, 1 a row failed its check, 2 wrong input
+"""
+
+THROUGHPUT_MORE = """All requests of a batch start at once. TPOT and decode tokens/s are of the steps in which all of
+them decode, a whole number of ring periods."""
+
+THROUGHPUT_EXAMPLES = """\
+  replayssm bench throughput gdn --batch 1,4 --prompt-tokens 16 --output-tokens 32
+  replayssm bench throughput --config Qwen3.5-4B --batch 1,8,32,128,256 --json out.json --plot out.png
+  replayssm bench throughput --config Kimi-Linear-48B-A3B --layers 8 --mode replay,packed --state-dtype fp32,bf16"""
+
+LATENCY_MORE = """Requests arrive at random, --rate of them a second on average; a request that waits for its
+turn has arrived already."""
+
+LATENCY_EXAMPLES = """\
+  replayssm bench latency gdn --rate 2,inf --requests 8 --prompt-tokens 16 --output-tokens 32
+  replayssm bench latency --config Qwen3.5-4B --rate 4,16,64 --requests 256 --json out.json --plot out.png"""
 
 STUDY_EXAMPLES = """\
 examples:
@@ -102,11 +119,15 @@ exit code: 0 done, 2 wrong input
 
 TASK_EXAMPLES = """\
 The task stands in for benchmarks of worked answers: every line of a solution needs the line before, so that an error
-spoils what follows. The models were trained on other problems of the same kind. Intervals are Wilson's, of 95 %.
+spoils what follows. The models were trained on other problems of the same kind, and solve those of the set "usual":
+3 to 10 numbers up to 9 or 99. In "large", 10 numbers from 80 to 99, they meet totals that they hardly know.
+
+Intervals are Wilson's, of 95 %. "lost" and "gained" are problems that packed decode with an fp32 state solves and the
+row does not, or the other way round; "changed" are completions that differ from its.
 
 examples:
   replayssm study task --count 100
-  replayssm study task --models gdn --device cpu --json | python3 -m json.tool
+  replayssm study task --sets large --models gdn --device cpu --json | python3 -m json.tool
 
 exit code: 0 done, whatever the scores; 2 wrong input
 """
@@ -169,23 +190,16 @@ def _generate(commands: Any, common: Parser) -> None:
     parser = commands.add_parser(
         "generate",
         parents=[common],
-        help="generate text, then compare with packed and stock decode",
-        description="Generate text with replay decode and account for the bytes it moved.",
+        help="generate text, then compare with packed and stock decode; or answer a file of prompts",
+        description="Generate text with replay decode and account for the bytes it moved; or answer a file of prompts.",
         epilog=GENERATE_EXAMPLES,
     )
     parser.set_defaults(request=GenerateRequest.from_args)
-    _model(parser)
-    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="default %(default)s")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--greedy", action="store_true", help="take the likeliest token (the default)")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="> 0; 0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest of total mass P")
-    sampling.add_argument("--seed", type=int, metavar="N", help="seed of the sampling, >= 0 (default 0)")
+    add_prompts(_model(parser))
+    add_sampling(parser)
     _decode(parser)
-    parser.add_argument("--no-replay", action="store_true", help="packed decode: read and write the state every step")
-    parser.add_argument("--no-check", action="store_true", help="do not decode again for comparison")
-    parser.add_argument("--quiet", action="store_true", help="the text only: no prompt, progress or summary")
+    add_engine(parser)
+    add_switches(parser)
 
 
 def _check(commands: Any, common: Parser) -> None:
@@ -209,7 +223,9 @@ def _check(commands: Any, common: Parser) -> None:
 
 def _bench(commands: Any) -> None:
     bench = commands.add_parser(
-        "bench", help="time decode against the memory ceilings", description="Time decode against the memory ceilings."
+        "bench",
+        help="time decode against the memory ceilings, or the engine under load",
+        description="Time decode against the memory ceilings, or the engine under load.",
     )
     suites = bench.add_subparsers(dest="suite", required=True, metavar="SUITE", parser_class=Parser)
     parser = suites.add_parser(
@@ -236,6 +252,88 @@ def _bench(commands: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer samples, smaller buffers: for a first look")
     parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the results; '-' is standard output")
     parser.add_argument("--plot", metavar="FILE", help="time and fraction of the ceiling against batch (png, svg, pdf)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    _throughput(suites)
+    _latency(suites)
+
+
+def _throughput(suites: Any) -> None:
+    parser = suites.add_parser(
+        "throughput",
+        help="the engine with N requests at once: tokens a second, TPOT, TTFT",
+        description="Tokens a second of the engine at each number of requests at once, replay against packed decode.",
+        epilog=_serving_epilog(THROUGHPUT_MORE, THROUGHPUT_EXAMPLES),
+    )
+    parser.set_defaults(request=ThroughputRequest.from_args)
+    parser.add_argument(
+        "--batch", default="1,8,32,64,128,256", metavar="B,…", help="requests at once (default %(default)s)"
+    )
+    _serving(parser)
+
+
+def _latency(suites: Any) -> None:
+    parser = suites.add_parser(
+        "latency",
+        help="the engine with requests that arrive at a rate: TTFT, TPOT, ITL, end to end",
+        description="Latencies of requests that arrive at a given rate, replay against packed decode.",
+        epilog=_serving_epilog(LATENCY_MORE, LATENCY_EXAMPLES),
+    )
+    parser.set_defaults(request=LatencyRequest.from_args)
+    parser.add_argument(
+        "--rate", default="inf", metavar="R,…", help="requests a second; inf is all at once (default %(default)s)"
+    )
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="at each rate (default %(default)s)")
+    parser.add_argument(
+        "--max-requests", type=int, metavar="N", help="that run at once (default: what the memory holds)"
+    )
+    _serving(parser)
+
+
+def _serving_epilog(more: str, examples: str) -> str:
+    return SERVING_EXAMPLES.format(configs=", ".join(CONFIGS), more=more, examples=examples)
+
+
+def _serving(parser: argparse.ArgumentParser) -> None:
+    """What `throughput` and `latency` share."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a shipped name or a folder (default gdn)")
+    random = parser.add_argument_group("random weights")
+    random.add_argument("--config", metavar="NAME", help="instead of MODEL: a known name, a config.json or its folder")
+    random.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="default %(default)s")
+    parser.add_argument("--output-tokens", type=int, default=128, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--mode", default="auto,packed", metavar="M,…", help="auto, replay, packed, or several (default %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, arrivals and weights (default 0)")
+    decode = parser.add_argument_group("decode")
+    _ring_len(decode)
+    decode.add_argument(
+        "--state-dtype", default="float32", metavar="D,…", help="fp32, bf16, fp16, or several (default %(default)s)"
+    )
+    decode.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and activations (default float32, with --config bfloat16)",
+    )
+    _device(decode)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--chunk-tokens", type=int, default=2048, metavar="N", help="of prompts in a step (default %(default)s)"
+    )
+    engine.add_argument(
+        "--page-size", type=int, metavar="N", help="tokens of a page (default 64 on a GPU, 16 on a CPU)"
+    )
+    engine.add_argument(
+        "--memory-fraction", type=float, default=0.9, metavar="F", help="of the GPU's memory (default %(default)s)"
+    )
+    engine.add_argument(
+        "--context", type=int, metavar="N", help="longest request (default: the next power of two, 256 at least)"
+    )
+    engine.add_argument("--no-graphs", action="store_true", help="decode without CUDA graphs")
+    engine.add_argument("--no-overlap", action="store_true", help="read the tokens of a step before the next one")
+    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the results; '-' is standard output")
+    parser.add_argument("--plot", metavar="FILE", help="against batch or rate, a line for each mode (png, svg, pdf)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
@@ -270,7 +368,8 @@ def _study(commands: Any, common: Parser) -> None:
         epilog=TASK_EXAMPLES,
     )
     parser.set_defaults(request=TaskRequest.from_args)
-    parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="problems (default %(default)s)")
+    parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="problems of a set (default %(default)s)")
+    parser.add_argument("--sets", default=",".join(SETS), metavar="S,…", help="of problems (default %(default)s)")
     parser.add_argument("--models", metavar="M,…", help="names or folders (default: all shipped)")
     _device(parser)
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON")
@@ -314,13 +413,15 @@ def _plan(commands: Any, common: Parser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="bytes of a step against the ring length (png, svg, pdf)")
 
 
-def _model(parser: argparse.ArgumentParser) -> None:
+def _model(parser: argparse.ArgumentParser) -> Any:
+    """Model and prompt; returns the group of the prompt's options, of which one may be given."""
     parser.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="a shipped name or a folder (default gdn)"
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue (default: a sample)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE, '-' is standard input")
+    return prompt
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:

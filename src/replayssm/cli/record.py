@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from replayssm import ops
-from replayssm.cli.decoding import Prompt, decoding, generate
-from replayssm.cli.options import Decode
+from replayssm.cli.decoding import Prompt
+from replayssm.cli.stock import generate
+from replayssm.models.enable import enable
 from replayssm.models.loading import LoadedModel
 from replayssm.spec import LayerSpec
 
@@ -91,7 +92,7 @@ def record(
         return original(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, **options)
 
     with (
-        decoding(loaded, "packed", Decode(1, "float32")),
+        enable(loaded.model, 1, "float32", mode="packed"),
         mock.patch.object(ops, "fused_recurrent_linear_packed_decode", listen),
     ):
         pad = loaded.model.generation_config.pad_token_id

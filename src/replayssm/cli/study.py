@@ -10,7 +10,8 @@ The JSON object of `study numerics`:
     text             model -> rows of `study.text`
     claims           claim, decided_by, value, holds
 
-That of `study task`: command, device, versions, and task: model -> rows of `study.accuracy`.
+That of `study task`: command, device, versions, and task: model -> rows of `study.accuracy` and set, that of the
+problems.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ def run_command(request: StudyRequest | TaskRequest) -> int:
 
 def _task(request: TaskRequest) -> int:
     args, where = request.args, device.resolve(request.args.device)
-    problems = task.problems("test", request.problems)
+    sets = {name: task.SETS[name].draw(request.problems) for name in request.sets}
     models = _load(tuple(SHIPPED) if request.models is None else request.models, str(where))
     result: dict[str, Any] = dict(command=request.command, device=device.describe(where), versions=device.versions())
     result["task"] = {}
+    settings = accuracy.SETTINGS
     for name, loaded in models:
-        settings = len(accuracy.SETTINGS)
-        with counter(f"model {name}: {len(problems)} problems, {settings} settings", settings) as tick:
-            result["task"][name] = accuracy.measure(loaded, problems, accuracy.SETTINGS, tick)
+        rows = result["task"][name] = []
+        for kind, problems in sets.items():
+            what = f"model {name}: {len(problems)} problems, {kind}, {len(settings)} settings"
+            with counter(what, len(settings)) as tick:
+                rows += [dict(set=kind) | row for row in accuracy.measure(loaded, problems, settings, tick)]
     for table in tables.scores(result):
         print(f"\n{table.title}\n")
         print_table(table.header, table.rows, left=table.left)

@@ -119,7 +119,8 @@ def sample(
         x = x.masked_fill(forbidden, NEVER)
     tokens = x.argmax(-1)
     if batch.random:
-        warm = x / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+        # distances from the largest, which stays 0 however small the temperature is
+        warm = (x - x.amax(-1, keepdim=True)) / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
         drawn = (filtered(warm, batch) + gumbel(batch.seeds, positions, x.shape[-1])).argmax(-1)
         tokens = torch.where(batch.temperature > 0, drawn, tokens)
     if batch.most_logprobs is None:

@@ -1,7 +1,7 @@
 """Exact scores on the task of `task`, under each way to decode: a stand-in for benchmarks like GSM8K.
 
 Greedy decoding, answers compared as numbers. All settings get the same problems, so that a difference of two scores is
-that of the answers which changed, and those are counted too.
+that of the problems which one solves and the other does not, and those are counted too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from replayssm.study.task import Problem, is_right
 from replayssm.study.text import using
 
 BATCH = 64
+SPARE = 8  # tokens that a completion may be longer than the solution
 SETTINGS = [
     Setting("stock"),
     *(Setting(route, dtype) for dtype in ("float32", "float16", "bfloat16") for route in ("packed", "replay")),
@@ -29,46 +30,58 @@ Z = 1.959964  # of a two-sided 95 % interval
 def measure(
     loaded: LoadedModel, problems: list[Problem], settings: list[Setting], tick: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """A row for each setting: right of count, accuracy, its 95 % interval low … high, and changed: completions that
-    are not those of packed decode with an fp32 state."""
+    """A row for each setting: right of count, accuracy, its 95 % interval low … high, and a comparison with packed
+    decode with an fp32 state, problem by problem: lost and gained, those that only it or only this setting solves, and
+    changed, the completions that differ."""
     baseline = solve(loaded, problems, BASELINE)
+    solved = _solved(problems, baseline)
     rows = []
     for setting in settings:
         wrote = baseline if setting == BASELINE else solve(loaded, problems, setting)
-        right = sum(is_right(problem, text) for problem, text in zip(problems, wrote, strict=True))
-        low, high = interval(right, len(problems))
-        changed = sum(mine != theirs for mine, theirs in zip(wrote, baseline, strict=True))
-        scores = dict(right=right, count=len(problems), accuracy=right / len(problems), low=low, high=high)
-        rows.append(setting.as_row() | scores | dict(changed=changed))
+        mine = _solved(problems, wrote)
+        right, count = sum(mine), len(problems)
+        low, high = interval(right, count)
+        scores = dict(right=right, count=count, accuracy=right / count, low=low, high=high)
+        pairs = list(zip(solved, mine, strict=True))
+        changed = sum(one != other for one, other in zip(wrote, baseline, strict=True))
+        paired = dict(lost=pairs.count((True, False)), gained=pairs.count((False, True)), changed=changed)
+        rows.append(setting.as_row() | scores | paired)
         tick()
     return rows
 
 
+def _solved(problems: list[Problem], wrote: list[str]) -> list[bool]:
+    return [is_right(problem, text) for problem, text in zip(problems, wrote, strict=True)]
+
+
 @torch.no_grad()
 def solve(loaded: LoadedModel, problems: list[Problem], setting: Setting) -> list[str]:
-    """What the model writes after each prompt, up to its end-of-text token."""
+    """What the model writes after each prompt, up to its end-of-text token or `SPARE` tokens beyond the solution."""
     tokenizer, eos = loaded.tokenizer, end_of_text(loaded)
-    longest = max(len(tokenizer(problem.solution).input_ids) for problem in problems)
-    wrote: list[str] = []
-    for begin in range(0, len(problems), BATCH):
-        part = problems[begin : begin + BATCH]
-        prompts = [[eos, *tokenizer(problem.prompt).input_ids] for problem in part]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[eos] * (width - len(p)) + p for p in prompts], device=loaded.model.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=loaded.model.device)
+    prompts = [[eos, *tokenizer(problem.prompt).input_ids] for problem in problems]
+    limits = [len(tokenizer(problem.solution).input_ids) + SPARE for problem in problems]
+    order = sorted(range(len(problems)), key=lambda i: limits[i])  # so that the rows of a batch end together
+    wrote = [""] * len(problems)
+    for begin in range(0, len(order), BATCH):
+        part = order[begin : begin + BATCH]
+        width = max(len(prompts[i]) for i in part)
+        padding = [width - len(prompts[i]) for i in part]
+        rows = zip(part, padding, strict=True)
+        ids = torch.tensor([[eos] * pad + prompts[i] for i, pad in rows], device=loaded.model.device)
+        mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long().to(ids.device)
         with using(loaded, setting):
             generate: Any = loaded.model.generate
             out = generate(
                 ids,
                 attention_mask=mask,
                 do_sample=False,
-                max_new_tokens=longest + 1,
+                max_new_tokens=max(limits[i] for i in part),
                 eos_token_id=eos,
                 pad_token_id=eos,
             )
-        for row in out[:, width:].tolist():
+        for i, row in zip(part, out[:, width:].tolist(), strict=True):
             end = row.index(eos) if eos in row else len(row)
-            wrote.append(str(tokenizer.decode(row[:end])))
+            wrote[i] = str(tokenizer.decode(row[: min(end, limits[i])]))
     return wrote
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from replayssm.spec import DEFAULT_RING_LEN, STATE_DTYPES
 from replayssm.study.setting import ROUNDED, ROUNDED_RINGS
+from replayssm.study.task import SETS
 
 # Of a model's table: key of the row, digits after the point.
 COLUMNS = dict(bits_per_byte=5, top1=4, greedy_equal=3, greedy_rows=0, greedy_repeats=3, sampled_repeats=3)
@@ -117,15 +118,18 @@ def _text(model: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def scores(result: dict[str, Any]) -> list[Table]:
-    """Of `study task`: a table for each model."""
+    """Of `study task`: a table for each model and set of problems."""
     made = []
-    for model, rows in result["task"].items():
-        cells = []
-        for r in rows:
-            interval = f"{r['low']:.3f} … {r['high']:.3f}"
-            cells.append([_decode(r), r["state_dtype"] or "–", f"{r['accuracy']:.3f}", interval, str(r["changed"])])
-        header = ("decode", "state", "right", "95 %", "completions changed")
-        made.append(Table(f"model {model}, {rows[0]['count']} sums with worked steps", header, cells, 2))
+    for model, all_rows in result["task"].items():
+        for kind in dict.fromkeys(r["set"] for r in all_rows):
+            rows = [r for r in all_rows if r["set"] == kind]
+            cells = []
+            for r in rows:
+                share = (f"{r['accuracy']:.3f}", f"{r['low']:.3f} … {r['high']:.3f}")
+                paired = (str(r[key]) for key in ("lost", "gained", "changed"))
+                cells.append([_decode(r), r["state_dtype"] or "–", *share, *paired])
+            title = f"model {model}, {rows[0]['count']} {SETS[kind].title}"
+            made.append(Table(title, ("decode", "state", "right", "95 %", "lost", "gained", "changed"), cells, 2))
     return made
 
 

@@ -23,7 +23,7 @@ import random
 import re
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from replayssm.errors import OptionError
 
@@ -73,8 +73,34 @@ class Problem:
         return self.prompt + self.solution
 
 
+class ProblemSet(NamedTuple):
+    """Problems to score a model on: the arguments of `problems`, and what a table calls them."""
+
+    title: str
+    lengths: tuple[int, ...] = ()
+    limits: tuple[int, ...] = LIMITS
+    least: int = 1
+
+    def draw(self, count: int) -> list[Problem]:
+        """The first `count` problems of its `test` part."""
+        return problems("test", count, 0, self.lengths, self.limits, self.least)
+
+
+# The shipped models solve every usual problem. Totals of `large` are beyond those of their training part, and they fail
+# on some.
+SETS = {
+    "usual": ProblemSet(f"sums of {SHORTEST} to {LONGEST} numbers"),
+    "large": ProblemSet(f"sums of {LONGEST} numbers from 80 to 99", (LONGEST,), (99,), 80),
+}
+
+
 def problems(
-    split: Split, count: int, seed: int = 0, lengths: tuple[int, ...] = (), limits: tuple[int, ...] = LIMITS
+    split: Split,
+    count: int,
+    seed: int = 0,
+    lengths: tuple[int, ...] = (),
+    limits: tuple[int, ...] = LIMITS,
+    least: int = 1,
 ) -> list[Problem]:
     """`count` different problems of one part, in an order that depends on the seed alone.
 
@@ -84,6 +110,7 @@ def problems(
         seed: of the draw; the same seed gives the same problems, and a larger count continues a smaller one.
         lengths: how many numbers a problem may have, each equally likely; 3 to 10 when empty.
         limits: the largest number that a problem may hold, each equally likely; 99 at most.
+        least: the smallest number.
 
     Raises `OptionError` for an unknown part, a count of which there are too few, lengths or limits out of range.
     """
@@ -95,7 +122,9 @@ def problems(
     if not limits or (bad := [limit for limit in limits if not 1 <= limit <= max(LIMITS)]):
         raise OptionError(f"largest number {bad[0] if limits else None} is outside 1…{max(LIMITS)}")
     share = _HASH_VALUES - 2 if split == "train" else 1
-    most = max(limits) ** max(lengths) * share // _HASH_VALUES // 2
+    if not 1 <= least <= min(limits):
+        raise OptionError(f"smallest number {least} is outside 1…{min(limits)}")
+    most = (max(limits) - least + 1) ** max(lengths) * share // _HASH_VALUES // 2
     if not 0 <= count <= most:
         raise OptionError(f"{count} problems of part {split!r} are outside 0…{most}, half of about all there are")
     rng = random.Random(f"{split} {seed}")
@@ -103,7 +132,7 @@ def problems(
     while len(found) < count:
         # random() is the one draw whose sequence Python promises to keep between versions
         length, limit = (choices[int(rng.random() * len(choices))] for choices in (lengths, limits))
-        problem = Problem(tuple(1 + int(rng.random() * limit) for _ in range(length)))
+        problem = Problem(tuple(least + int(rng.random() * (limit - least + 1)) for _ in range(length)))
         if problem.split == split:
             found[problem] = None
     return list(found)
