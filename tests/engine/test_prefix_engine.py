@@ -44,7 +44,7 @@ def check(engine):
     "options", [{}, {"chunk_tokens": 7}, {"chunk_tokens": 13, "overlap": True}, {"page_size": 3, "ring_len": 5}]
 )
 def test_a_chat_of_several_turns_equals_cold_runs(family, mode, options):
-    with common.engine_of(family, **OPTIONS, mode=mode, **options) as engine:
+    with common.engine_of(family, states=100, **OPTIONS, mode=mode, **options) as engine:
         system = list(common.prompt_of(family, 40))
         chats = [system + [7 * i + 1, i + 2][: 1 + i % 2] for i in range(3)]
         before = [0] * len(chats)

@@ -229,3 +229,22 @@ def test_a_key_that_is_not_as_long_as_its_pages_is_refused():
         cache.insert(request.tokens, request.pages[:1], request.slot)
     with pytest.raises(CacheStateError, match="without rings"):
         PrefixCache(cache.slots, cache.pages, cache.slots)
+
+
+def test_room_for_a_tail_is_not_made_by_evicting_what_it_hangs_on():
+    """The node on the way is the cache's alone: both computed the same page, and only one gave it to the tree."""
+    cache = build(2, pages=4)
+    first, second = Runner(cache, []), Runner(cache, [])
+    first.write([1, 2])
+    second.write([1, 2, 3])
+    cache.insert(first.tokens, first.pages, first.slot)
+    first.end()
+    blocker = cache.pages.allocate(cache.pages.free_pages)
+    assert cache.pages.free_pages == 0
+    assert not cache.insert(second.tokens, second.pages, second.slot), "no page for the tail"
+    cache.check()
+    assert cache.match([1, 2, 3]).depth == 2
+    cache.pages.free(blocker)
+    assert cache.insert(second.tokens, second.pages, second.slot)
+    cache.check()
+    assert cache.match([1, 2, 3]).depth == 3

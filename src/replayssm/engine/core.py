@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -18,6 +17,7 @@ from replayssm.engine.setup import EngineParts, build
 from replayssm.engine.text import TextStream
 from replayssm.errors import OptionError, PromptError
 from replayssm.models.loading import LoadedModel
+from replayssm.models.parallel import random_bits
 from replayssm.state.prefix import PrefixCache
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Engine:
         on_gpu = self.slots.device.type == "cuda"
         self.overlap = on_gpu if self.options.overlap is None else self.options.overlap
         self._flight: Flight | None = None
-        self._ids = count()
+        self._ids, self._random_bits = count(), random_bits(loaded.model)
         self._listeners: dict[Request, Listener] = {}
         self.steps = 0
 
@@ -97,7 +97,7 @@ class Engine:
                 f"pages of {self.pages.page_size} tokens, all there are is {self.pages.pages}; ask for fewer "
                 "(max_tokens), or give the engine more memory"
             )
-        seed = params.seed if params.seed is not None else random.getrandbits(63)
+        seed = params.seed if params.seed is not None else self._random_bits(63)
         request = Request(next(self._ids), tokens, params, seed, limit=limit)
         request.stream = self._stream(params)
         return request
@@ -125,9 +125,14 @@ class Engine:
         if step:
             try:
                 flight = self.runner.launch(step)
-            except Exception as error:  # the others go on; what this step left in slots and pages is nobody's
+            except BaseException as error:  # the others go on; what this step left in slots and pages is nobody's
+                taken = [*step.decode, *(one for chunk in step.prefill for one in chunk.requests)]
+                for request in taken:
+                    request.computed = 0  # the state may be ahead of it, so nobody may keep that
                 self.drain()
-                self._fail([*step.decode, *(one for chunk in step.prefill for one in chunk.requests)], error)
+                self._fail(taken, error)
+                if not isinstance(error, Exception):
+                    raise
             self.steps += 1
         before, self._flight = self._flight, flight
         self._collect(before)
@@ -225,7 +230,7 @@ class Engine:
             except Exception:  # the request has ended, and nothing is left that could hear of it
                 log.exception("the listener of %s failed", request)
 
-    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
         for request in requests:
             if not request.finished:
                 request.error = f"{type(error).__name__}: {error}"

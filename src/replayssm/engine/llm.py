@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from replayssm.engine.core import Engine, Listener
@@ -19,6 +20,7 @@ from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Request, RequestOutput, completion_of
 from replayssm.errors import OptionError, ReplayError
 from replayssm.models.loading import LoadedModel, load_model
+from replayssm.models.parallel import ranks_of
 
 Prompt = str | Sequence[int]
 
@@ -32,7 +34,8 @@ class LLM:
         device: torch device, likewise.
         options: fields of `EngineOptions`, by name.
 
-    A context manager: leaving it gives the model back as it was.
+    A context manager: leaving it gives the model back as it was. Ranks that share a model
+    (`replayssm.models.parallel`) each have an `LLM` and call it alike.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class LLM:
 
     def _run(self, total: int, outputs: _Outputs, progress: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, disable=not progress, transient=True) as bar:
+        with Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar:
             task = bar.add_task("prompts", total=total)
             while not self.engine.idle:
                 self.engine.step()
@@ -99,7 +102,10 @@ class LLM:
 
 
 class AsyncLLM:
-    """The same behind `async for`: any number of tasks may stream at once. A thread of its own drives the engine."""
+    """The same behind `async for`: any number of tasks may stream at once. A thread of its own drives the engine.
+
+    Raises `OptionError` for a model that ranks share: requests would reach them in different orders.
+    """
 
     def __init__(
         self,
@@ -110,6 +116,10 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
+        if ranks_of(loaded.model) is not None:
+            raise OptionError(
+                "the model is shared by ranks, which must take requests in one order; use LLM on each of them"
+            )
         self.engine = Engine(loaded, engine_options(options))
         self._work = threading.Condition()  # guards the inbox, not the engine: only its thread touches that
         self._inbox: deque[tuple[str, Request, Listener | None]] = deque()

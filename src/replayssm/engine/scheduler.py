@@ -88,9 +88,9 @@ class Scheduler:
         return step
 
     def _decode(self, step: Step, request: Request) -> None:
-        """Add a decode step of a request."""
+        """Add a decode row. Where it is the last token of a prompt, the other outputs compute the prompt themselves."""
         step.decode.append(request)
-        if request.unforked:  # a prompt that ends with one token has no chunk whose state its forks could take
+        if request.unforked:
             self._fork(request)
 
     def _can_take(self, pages: int) -> bool:
@@ -130,9 +130,13 @@ class Scheduler:
             match = self.prefix.match(request.tokens, request.length - 1)
             locked = self.prefix.lock(match)
         # a page for the first new token, too: a request that is admitted can make at least one step
-        if not self._can_take(self.pages.pages_for(request.length + 1) - match.depth // self.pages.page_size):
+        needed = self.pages.pages_for(request.length + 1)
+        if not self._can_take(needed - match.depth // self.pages.page_size):
             self.pages.free(locked)
-            return False
+            # a tail costs a page besides; where nothing runs that could make room for it, do without
+            if self.running or not self._can_take(needed):
+                return False
+            match, locked = Match(0, None, 0), []
         (request.slot,) = self.slots.allocate(owner=request)
         if self.prefix is not None:
             request.pages = self.prefix.adopt(match, locked, request.slot)

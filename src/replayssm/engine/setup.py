@@ -18,6 +18,7 @@ from replayssm.engine.sampler import History, prepare, sample
 from replayssm.errors import DeviceError, OptionError, UnsupportedModelError
 from replayssm.models.enable import enable
 from replayssm.models.loading import LoadedModel
+from replayssm.models.parallel import least, most
 from replayssm.spec import LayerSpec
 from replayssm.state import MemoryPlan, PagePool, SlotPool, TokenArray, plan_memory
 
@@ -87,16 +88,17 @@ def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
         io_dtype = str(_io_dtype(model)).removeprefix("torch.")
         slot = SlotPool.slot_bytes(specs, ring, state_dtype, io_dtype)
         without_ring = SlotPool.slot_bytes(specs, None, state_dtype, io_dtype)
-        weights = sum(x.nbytes for x in {x.data_ptr(): x for x in model.parameters()}.values())
-        most = options.max_requests or MOST_REQUESTS.get(device.type, MOST_REQUESTS["cpu"])
+        # ranks that share a model must plan alike, for the poorest of them
+        weights = most(model, sum(x.nbytes for x in {x.data_ptr(): x for x in model.parameters()}.values()))
+        requests = options.max_requests or MOST_REQUESTS.get(device.type, MOST_REQUESTS["cpu"])
         page_size = options.page_size or PAGE_SIZES.get(device.type, PAGE_SIZES["cpu"])
-        budget = _budget(options, device, weights)
-        per_token = 32 if paged else _context_bytes(model, text, layers, context)
-        gathered = max(context, min(GATHERED_TOKENS, most * context, int(budget * GATHERED_SHARE / per_token)))
-        work = _work_bytes(model, text, options, most, context) + gathered * per_token
+        budget = least(model, _budget(options, device, weights))
+        per_token = 32 if paged else most(model, _context_bytes(model, text, layers, context))
+        gathered = max(context, min(GATHERED_TOKENS, requests * context, int(budget * GATHERED_SHARE / per_token)))
+        work = most(model, _work_bytes(model, text, options, requests, context)) + gathered * per_token
         plan = plan_memory(
             budget, weights, work, slot, slot - without_ring, _conv_bytes(specs, io_dtype),
-            PagePool.page_bytes(layers.arrays, page_size), page_size, context, most,
+            PagePool.page_bytes(layers.arrays, page_size), page_size, context, requests,
             options.max_requests, options.prefix_share if options.prefix_cache else 0.0, without_ring,
         )  # fmt: skip
         graphs = options.graphs and device.type == "cuda"

@@ -185,7 +185,12 @@ class PrefixCache:
             if known is not None:
                 self._touch(known)
                 return False
-            return self._insert_tail(place, rest, pages[-1], slot, give)
+            # making room for the tail must not take away what it hangs on, whose page may be the cache's alone
+            held = [] if place is self.root else self.pages.share([place.page])
+            try:
+                return self._insert_tail(place, rest, pages[-1], slot, give)
+            finally:
+                self.pages.free(held)
         if place.state is not None:
             return False
         return self._keep_state(place, slot)
