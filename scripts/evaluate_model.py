@@ -18,7 +18,8 @@ are measured on the held-out chapters and on what the model itself writes after 
 
 ``--task N`` lets the model solve N problems of the task (``replayssm.study.task``) by greedy decoding of transformers.
 
-A table goes to standard output; all numbers, the samples and the training record go to ``metrics.json``.
+A table goes to standard output; all numbers, samples of prose and one solved problem, and the training record go to
+``metrics.json``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import argparse
 import hashlib
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ Bytes = npt.NDArray[np.uint64]
 Bits = npt.NDArray[np.float64]
 MAX_ORDER = 8
 PROMPTS = ("Genesis 51\n\nAnd it came to pass", "Emma, Chapter 56\n\nMr. Knightley")
+DRAWN = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 
 
 def read_documents(path: Path) -> list[dict[str, str]]:
@@ -160,15 +163,14 @@ def task_accuracy(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
 
 
 def samples(model: Any, tokenizer: Any, length: int) -> list[dict[str, Any]]:
-    """Continue each prompt by up to ``length`` tokens, greedily and by sampling with seed 0."""
-    drawn = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+    """Continue each prompt by up to ``length`` tokens, greedily and by sampling with seed 0; and solve one problem."""
+    sums = tokenizer.eos_token + problems("test", 1, lengths=(5,), limits=(99,))[0].prompt
     results = []
-    for prompt in PROMPTS:
+    for prompt, options in [*product(PROMPTS, ({"do_sample": False}, DRAWN)), (sums, {"do_sample": False})]:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        for options in ({"do_sample": False}, drawn):
-            torch.manual_seed(0)
-            ids = model.generate(**inputs, **options, max_new_tokens=length)[0]
-            results.append({"prompt": prompt, "options": options, "text": tokenizer.decode(ids)})
+        torch.manual_seed(0)
+        ids = model.generate(**inputs, **options, max_new_tokens=length)[0]
+        results.append({"prompt": prompt, "options": options, "text": tokenizer.decode(ids)})
     return results
 
 

@@ -6,5 +6,5 @@ from pathlib import Path
 
 _INSTALLED = Path(__file__).resolve().parent / "assets"
 ASSETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "assets"
-SHIPPED: dict[str, Path] = {"gdn": ASSETS / "gdn"}  # model folders by name
+SHIPPED: dict[str, Path] = {name: ASSETS / name for name in ("gdn", "kda")}  # model folders by name
 HELD_OUT = ASSETS / "heldout.txt"  # chapters that no shipped model was trained on

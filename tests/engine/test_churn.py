@@ -119,6 +119,8 @@ class Churn:
             if forked:
                 self.ways["abort of forks"] += 1
                 engine.abort(forked[0])
+                alive = [*engine.scheduler.running, *engine.scheduler.waiting]
+                assert not [r for r in alive if forked[0] in (r, r.parent)]
         if rng.random() < 0.1:
             engine.drain()
             if engine.scheduler.running:

@@ -11,6 +11,7 @@ import torch
 from replayssm.engine.llm import LLM
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import _GOLDEN
+from replayssm.engine.sampler import History, prepare, sample
 from tests import tolerance
 from tests.engine.common import (
     FAMILIES,
@@ -61,6 +62,23 @@ def alone():
     return tokens
 
 
+def test_tokens_are_what_the_sampler_makes_of_stock_logits():
+    """With the noise of the seed and the place in the output, and the penalties of what came before."""
+    params = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=8, max_tokens=10)
+    batch, want = prepare([params], [8]), []
+    for place in range(10):
+        with torch.no_grad():
+            logits = tiny.model_of(SMALL)(torch.tensor([[*LONG, *want]]), use_cache=False).logits[:, -1]
+        prompt, output = torch.zeros(1, tiny.VOCAB, dtype=torch.bool), torch.zeros(1, tiny.VOCAB, dtype=torch.int32)
+        prompt[0, list(LONG)] = True
+        for token in want:
+            output[0, token] += 1
+        want.append(int(sample(logits, batch, torch.tensor([place]), History(prompt, output)).tokens))
+    for overlap in (False, True):
+        with engine_of(overlap=overlap, chunk_tokens=7) as engine:
+            assert answers(engine, [prompt_of(SMALL, 5), LONG], [WARM, params])[1] == want
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,9 +118,9 @@ def test_a_seed_decides_and_none_is_random():
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"chunk_tokens": 16}, {"chunk_tokens": 10}, {"chunk_tokens": 2}, {"max_requests": 1}, {"max_requests": 2},
-        {"pages": 8}, {"pages": 14, "preempt": "recompute"}, {"overlap": True, "pages": 14},
-        {"prefix_cache": True, "prefix_interval": 4, "pages": 20}, {"page_size": 17}, {"page_size": 1},
+        {"chunk_tokens": 16}, {"chunk_tokens": 10}, {"chunk_tokens": 2}, {"max_requests": 2}, {"pages": 8},
+        {"overlap": True, "pages": 14, "preempt": "recompute"}, {"page_size": 17}, {"page_size": 1},
+        {"prefix_cache": True, "prefix_interval": 4, "pages": 20},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [1, 16, 17])

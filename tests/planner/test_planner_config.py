@@ -166,7 +166,9 @@ def test_lookup_of_files_and_folders(tmp_path):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(good()))
     assert find(str(other)).weights is None  # the folder's weights are another model's
-    assert find("gdn").weights == (SHIPPED["gdn"] / "model.safetensors").stat().st_size
+    assert find("kda").weights == (SHIPPED["kda"] / "model.safetensors").stat().st_size
+    both = [(SHIPPED["gdn"] / name).stat().st_size for name in ("model.safetensors", "mtp.safetensors")]
+    assert find("gdn").weights == sum(both)
 
 
 @pytest.mark.parametrize(
