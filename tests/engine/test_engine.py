@@ -139,6 +139,49 @@ def test_what_a_dead_request_left_reaches_nobody():
         assert answers(engine, prompts, before_step=poison) == fresh
 
 
+def test_a_request_that_ends_while_its_next_step_fails_leaves_no_wrong_state():
+    """Its last token was in flight, and the step that failed has moved its state beyond it."""
+    prompt = prompt_of(SMALL, 13)
+    want = stock(SMALL, prompt)
+    last = next(i for i in range(1, 9) if want[i] not in want[:i] and (13 + i) % OPTIONS["page_size"])
+    with engine_of(overlap=True, prefix_cache=True, prefix_interval=64) as engine:
+        decode, calls = engine.runner._decode, []
+
+        def broken(part):
+            logits = decode(part)
+            if calls.append(part) or len(calls) == last + 1:
+                raise RuntimeError("now")
+            return logits
+
+        engine.runner._decode = broken
+        request = engine.add(prompt, greedy(stop_token_ids=(want[last],)))
+        run(engine)
+        assert (request.reason, request.output) == ("stop", want[: last + 1])
+        assert len(calls) == last + 1
+        other = engine.add((*prompt, *want[:10]), greedy(6))
+        run(engine)
+        assert other.output == want[10:]
+        assert other.cached_tokens >= 13
+        assert_idle(engine)
+
+
+def test_a_prefix_that_takes_the_whole_pool_is_not_waited_for():
+    """A state in mid-page costs a page more than the request alone."""
+    prompt = prompt_of(SMALL, 13)
+    want = stock(SMALL, prompt)
+    with engine_of(pages=5, prefix_cache=True, prefix_interval=64, max_requests=1) as engine:
+        assert answers_keeping(engine, prompt, 6) == want[:6]
+        assert engine.pages.free_pages == 0
+        assert answers_keeping(engine, (*prompt, *want[:6]), 1) == want[6:7]
+        assert_idle(engine)
+
+
+def answers_keeping(engine, prompt, tokens):
+    request = engine.add(prompt, greedy(tokens))
+    run(engine)
+    return request.output
+
+
 def test_a_small_memory_holds_four_times_as_many_requests_as_fit():
     """By the plan itself: what it does not hold waits, and is preempted."""
     prompts = prompts_of(SMALL)
