@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from replayssm.study import tables
-from replayssm.study.setting import drift_settings
+from replayssm.study import accuracy, tables
+from replayssm.study.setting import BASELINE, Setting, drift_settings
 
 WORDS = "And it came to pass in those days, that there was no bread in the land.\n" * 60
 
@@ -55,7 +55,8 @@ def test_refusals(cli, words, said):
     assert result.out == ""
 
 
-def test_task(cli, tmp_path):
+def test_task(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy, "SETTINGS", [accuracy.SETTINGS[0], BASELINE, Setting("replay", "bfloat16")])
     words = ("--count", "1", "--sets", "large,usual", "--models", "gdn")
     result = cli("study", "task", *words, "--out", str(tmp_path / "task.json"), "--json")
     assert result.code == 0
@@ -64,8 +65,8 @@ def test_task(cli, tmp_path):
     assert found["command"].startswith("replayssm study task --models gdn --count 1 --sets large,usual --out")
     assert json.loads((tmp_path / "task.json").read_text()) == found
     rows = found["task"]["gdn"]
-    assert [row["route"] for row in rows] == ["stock", *["packed", "replay"] * 3] * 2
-    assert [row["set"] for row in rows] == ["large"] * 7 + ["usual"] * 7
+    assert [row["route"] for row in rows] == ["stock", "packed", "replay"] * 2
+    assert [row["set"] for row in rows] == ["large"] * 3 + ["usual"] * 3
     assert all(row["count"] == 1 and row["low"] <= row["accuracy"] <= row["high"] for row in rows)
     for table in tables.scores(found):
         assert table.title in result.err
