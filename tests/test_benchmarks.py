@@ -91,3 +91,11 @@ def test_a_serving_result_can_be_reproduced_and_was_checked(path):
         assert (row["status"], row["check"]["ok"]) == ("ok", True), row
         assert row["steps"] == row["periods"] * result["ring_len"]
         assert row["mode"] != "auto" or row["vs_packed"] >= 0.99, "mode auto must not be slower than packed decode"
+
+
+def test_the_first_page_shows_what_the_engine_gains():
+    rows = load(FOLDER / "serving" / "throughput-qwen-4b-fp32.json")["rows"]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    gain = {row["batch"]: row["vs_packed"] for row in rows if row["mode"] == "auto"}
+    said = f"{gain[8]:.2f} × as many tokens a second as packed decode at batch 8, {gain[64]:.2f} × at 64, "
+    assert said + f"{gain[128]:.2f} × at 128 and {gain[256]:.2f} × at 256" in text

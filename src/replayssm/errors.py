@@ -60,12 +60,15 @@ class OptionError(ReplayError, ValueError):
 class MemoryBudgetError(ReplayError, ValueError):
     """The memory is smaller than what must be in it before the first request."""
 
-    def __init__(self, memory: int, weights: int, reserve: int) -> None:
+    def __init__(
+        self,
+        memory: int,
+        weights: int,
+        reserve: int,
+        remedy: str = "give more of it, smaller weights (--weights), or more shards (--tp)",
+    ) -> None:
         kept = f" and {_gib(reserve)} kept free" if reserve else ""
-        super().__init__(
-            f"memory of {_gib(memory)} does not hold weights of {_gib(weights)}{kept}; "
-            "give more of it, smaller weights (--weights), or more shards (--tp)"
-        )
+        super().__init__(f"memory of {_gib(memory)} does not hold weights of {_gib(weights)}{kept}; {remedy}")
 
 
 class PromptError(ReplayError, ValueError):

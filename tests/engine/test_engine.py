@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from replayssm import enable, ops
 from replayssm.engine.core import Engine
+from replayssm.engine.graphs import DecodeInputs
 from replayssm.engine.options import EngineOptions
 from replayssm.errors import MemoryBudgetError, UnsupportedModelError
 from tests.engine.common import (
     FAMILIES,
     LENGTHS,
+    NAN,
     OPTIONS,
     SMALL,
     TOKENS,
@@ -222,3 +224,45 @@ def test_a_closed_engine_leaves_the_model_as_it_was():
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
     assert out[0, 8:].tolist() == stock(SMALL, prompt)
+
+
+class OneBuffer:
+    """Stands for CUDA graphs: a bucket of rows, padded, whose logits are always written to the same place."""
+
+    def __init__(self, runner, rows=3):
+        self.runner, self.rows = runner, rows
+        self.logits = torch.full((rows, runner.vocabulary), NAN)
+
+    def bucket(self, rows):
+        return self.rows
+
+    def pages(self, pages):
+        return pages
+
+    def run(self, inputs, pages, route):
+        held = DecodeInputs.padding(self.rows, inputs.slots.device)
+        for mine, theirs in zip(held, inputs, strict=True):
+            mine[: len(theirs)] = theirs
+        self.logits.copy_(self.runner.decode_forward(held, pages, route))
+        return self.logits[: len(inputs.slots)]
+
+
+@pytest.mark.parametrize("mode", ["replay", "packed"])
+def test_parts_of_a_step_may_come_from_one_graph(mode):
+    """Contexts that are too much together run one part after the other, and a graph overwrites its own logits."""
+    prompts = [prompt_of(SMALL, length) for length in (17, 31, 40, 13)]
+    with engine_of(mode=mode, chunk_tokens=200) as engine:
+        runner, parts = engine.runner, set()
+        runner.graphs, runner.gathered_tokens = OneBuffer(runner), 130
+        split = runner._parts
+
+        def counted(requests):
+            found = split(requests)
+            parts.add(len(found))
+            return found
+
+        runner._parts = counted
+        requests = [engine.add(prompt, greedy()) for prompt in prompts]
+        run(engine)
+        assert max(parts) > 1
+        assert [request.output for request in requests] == [stock(SMALL, prompt) for prompt in prompts]

@@ -82,6 +82,7 @@ GOOD = random_tokens(5)
         ([random_tokens(45)], greedy(40), PromptError, "45 prompt tokens and up to 40 more need 22 pages"),
         ([[3, 97]], None, PromptError, "prompt token 97 is outside 0…96"),
         ([[3, -1]], None, PromptError, "prompt token -1 is outside 0…96"),
+        ([[3, 4.5]], None, PromptError, "a prompt is a text or whole numbers"),
         ([GOOD, GOOD], [greedy()], OptionError, "2 prompts, but 1 sets of parameters"),
         ([GOOD], (), OptionError, "1 prompts, but 0 sets"),
         ([GOOD, GOOD], [greedy(), greedy(stop=("x",))], OptionError, "prompt 1: stop .* needs a tokenizer"),
@@ -300,6 +301,19 @@ def test_closing_ends_the_readers():
         assert_idle(llm.engine)
         assert not llm._thread.is_alive()
         assert not llm._streams
+
+    with_streams(work)
+
+
+def test_a_result_that_was_ready_survives_the_closing():
+    async def work(llm):
+        stream = llm.stream(prompt_of(SMALL, 8), greedy())
+        await anext(stream)
+        while not llm.engine.idle:
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(llm.close)
+        rest = [output async for output in stream]
+        assert list(rest[-1].token_ids) == stock(SMALL, prompt_of(SMALL, 8))
 
     with_streams(work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -70,7 +71,7 @@ def test_replay_reuses_as_many_tokens_as_packed_decode():
             done = answer(engine, first)
             answer(engine, first)
             answer(engine, first + done.output + [3, 4])
-            hits.append(engine.prefix.stats.as_dict())
+            hits.append(dataclasses.asdict(engine.prefix.stats))
     assert hits[0] == hits[1]
 
 

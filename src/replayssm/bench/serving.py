@@ -38,8 +38,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ from replayssm.engine.core import Engine
 from replayssm.engine.options import Mode
 from replayssm.errors import MemoryBudgetError, OptionError
 from replayssm.models.loading import LoadedModel
-from replayssm.state import MemoryPlan, SlotPool
+from replayssm.state import MemoryPlan, SlotPool, on
 
 Progress = Callable[[str], AbstractContextManager[Any]]
 OnPlan = Callable[[dict[str, Any]], None]
@@ -72,7 +72,7 @@ def throughput(
     request: ThroughputRequest, loaded: LoadedModel, context: int, progress: Progress, say: OnPlan
 ) -> Result:
     """All rows; `say` hears of each engine's memory plan. Raises `OptionError` when a batch does not fit."""
-    with _on(loaded):
+    with on(loaded.model.device):
         found = _each_engine(request, loaded, context, progress, say, _Throughput(request))
     order = {mode: i for i, mode in enumerate(request.modes)}
     found.rows.sort(
@@ -88,7 +88,7 @@ def throughput(
 
 def latency(request: LatencyRequest, loaded: LoadedModel, context: int, progress: Progress, say: OnPlan) -> Result:
     """Likewise; more requests than slots wait for one."""
-    with _on(loaded):
+    with on(loaded.model.device):
         found = _each_engine(request, loaded, context, progress, say, _Latency(request))
     order = {mode: i for i, mode in enumerate(request.modes)}
     rates = [_json_rate(rate) for rate in request.rates]
@@ -351,10 +351,3 @@ def _free(loaded: LoadedModel) -> None:
     gc.collect()
     if loaded.model.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def _on(loaded: LoadedModel) -> Iterator[None]:
-    device = loaded.model.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        yield

@@ -22,7 +22,6 @@ FIELDS = (
     "temperature", *FILTERS, "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "logprobs",
     "n", "max_tokens",
 )  # fmt: skip
-COLDEST = 1e-3  # logits divided by less may overflow
 
 
 class Line(NamedTuple):
@@ -67,10 +66,7 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     """Greedy unless `given` has a temperature, or a filter, which then filters at temperature 1."""
     values = dict(given)
     values.setdefault("temperature", 1.0 if any(name in values for name in FILTERS) else 0.0)
-    params = SamplingParams(**values)
-    if 0 < params.temperature < COLDEST:
-        raise OptionError(f"temperature {params.temperature} is below {COLDEST}; 0 is greedy")
-    return params
+    return SamplingParams(**values)
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from replayssm.cli.generate_request import GenerateRequest, Line
 from replayssm.cli.memory import print_memory
 from replayssm.cli.prompt_lines import asked_of, kept_keys, read_object, result_of
 from replayssm.engine.core import Engine
-from replayssm.engine.request import Request, RequestOutput, completion_of
+from replayssm.engine.request import Request, output_of
 from replayssm.errors import ReplayError
 
 
@@ -91,18 +91,14 @@ class _Outputs:
         root = request.parent or request
         if request.finished:
             self._ended.append(request)
-            # what ends before it forks stays alone
-            if len(self._ended) == (1 if root.unforked else root.params.n):
+            if len(self._ended) == root.outputs:
                 self._done.append(self)
 
     def give(self, results: Results) -> None:
         """Hand them on as one result."""
-        ended = sorted(self._ended, key=lambda one: one.index)
-        root = ended[0].parent or ended[0]
-        outputs = tuple(completion_of(one) for one in ended)
-        output = RequestOutput(root.id, tuple(root.prompt), outputs, root.cached_tokens)
+        output = output_of(self._ended)
         result = result_of(output, self._line.number, self._kept)
-        results.add(self._order, result, sum(len(one.token_ids) for one in outputs))
+        results.add(self._order, result, sum(len(one.token_ids) for one in output.outputs))
 
 
 def _submit(

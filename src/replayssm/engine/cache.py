@@ -68,7 +68,7 @@ class SlotLayer(DecodeLayer):
 
     def __init__(self, pool: SlotPool, index: int, current: _Current) -> None:
         super().__init__()
-        self.pool, self.current = pool, current
+        self.current = current
         self.views = pool.layer(index)
 
     # What a decode step asks (models.layers).
@@ -209,11 +209,6 @@ class EngineCache(Cache):
         page_layers = (PagedLayer(arrays, self.current) for arrays in pages.arrays)
         layers: list[Any] = [next(slot_layers) if is_linear else next(page_layers) for is_linear in linear]
         super().__init__(layers=layers)
-
-
-def decode_mask(positions: Tensor, length: int) -> Tensor:
-    """[B, 1, 1, S] bool: what the token at `positions` [B] of each row may look at."""
-    return (torch.arange(length, device=positions.device) <= positions[:, None])[:, None, None]
 
 
 def chunk_mask(start: int, tokens: int, device: torch.device) -> Tensor:

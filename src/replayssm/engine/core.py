@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
+from operator import index
 from typing import Any
 
 from replayssm.engine.options import EngineOptions
@@ -188,13 +189,12 @@ class Engine:
         if request.stream is not None and not ends:
             text = request.stream.push(token, may_stop=made >= request.params.min_tokens)
             ends = request.stream.stopped is not None
-        if self.prefix is not None and request.computed % self.options.prefix_interval == 0:
+        if ends or len(request.tokens) >= request.limit:
+            self._finish(request, "stop" if ends else "length", text)
+            return
+        if request.computed % self.options.prefix_interval == 0:
             self._keep(request, request.computed)
-        if ends:
-            self._finish(request, "stop", text)
-        elif len(request.tokens) >= request.limit:
-            self._finish(request, "length", text)
-        elif (listener := self._listeners.get(request)) is not None:
+        if (listener := self._listeners.get(request)) is not None:
             listener(request, text)
 
     def _keep_chunk(self, chunk: Chunk) -> None:
@@ -262,7 +262,10 @@ class Engine:
             ids: Any = self.tokenizer.encode(prompt)
             tokens = list(ids)
         else:
-            tokens = [int(token) for token in prompt]
+            try:
+                tokens = [index(token) for token in prompt]
+            except TypeError as error:
+                raise PromptError(f"a prompt is a text or whole numbers: {error}") from None
             for token in tokens:
                 if not 0 <= token < self.vocabulary:
                     raise PromptError(f"prompt token {token} is outside 0…{self.vocabulary - 1}")

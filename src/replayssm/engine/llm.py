@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from replayssm.engine.core import Engine, Listener
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.params import SamplingParams
-from replayssm.engine.request import Request, RequestOutput, completion_of
+from replayssm.engine.request import Request, RequestOutput, output_of
 from replayssm.errors import OptionError, ReplayError
 from replayssm.models.loading import LoadedModel, load_model
 from replayssm.models.parallel import ranks_of
@@ -143,9 +143,11 @@ class AsyncLLM:
             while not done:
                 await mine.news.wait()
                 mine.news.clear()
-                self._check()
                 done = mine.outputs.complete(request)  # asked first: what comes after it is complete, too
-                yield mine.outputs.of(request)
+                found = mine.outputs.of(request)
+                if not done or any(one.finish_reason == "abort" for one in found.outputs):
+                    self._check()  # what was over before the engine closed is handed out all the same
+                yield found
         finally:
             self._streams.pop(request, None)
             if not mine.outputs.complete(request):
@@ -220,13 +222,10 @@ class _Outputs:
     def complete(self, root: Request) -> bool:
         """Whether all outputs have ended."""
         ended = sum(one.finished for one in self.forks.get(root, {}).values())
-        return ended == (1 if root.unforked else root.params.n)  # what ends before it forks stays alone
+        return ended == root.outputs
 
     def of(self, root: Request) -> RequestOutput:
-        found = dict(self.forks.get(root, {0: root}))  # one step in C: another thread may add to it
-        outputs = tuple(completion_of(found[index]) for index in sorted(found))
-        preemptions = sum(one.preemptions for one in found.values())
-        return RequestOutput(root.id, tuple(root.prompt), outputs, root.cached_tokens, preemptions)
+        return output_of(list(self.forks.get(root, {0: root}).values()))  # a copy: another thread may add to it
 
 
 class _Stream:

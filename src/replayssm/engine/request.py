@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -97,6 +98,11 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def outputs(self) -> int:
+        """Outputs that its prompt has: what ends before it forks stays alone."""
+        return 1 if self.unforked else self.params.n
+
+    @property
     def finished(self) -> bool:
         """Nothing more will come."""
         return self.status == "finished"
@@ -179,3 +185,11 @@ def completion_of(request: Request) -> Completion:
         request.index, text, tuple(request.output), request.reason, tuple(request.logprobs), request.error,
         None if first is None else first - request.arrived, None if last is None else last - request.arrived,
     )  # fmt: skip
+
+
+def output_of(requests: Iterable[Request]) -> RequestOutput:
+    """What there is of the outputs of one prompt so far."""
+    each = sorted(requests, key=lambda one: one.index)
+    root = each[0].parent or each[0]
+    preemptions = sum(one.preemptions for one in each)
+    return RequestOutput(root.id, tuple(root.prompt), tuple(map(completion_of, each)), root.cached_tokens, preemptions)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from replayssm import ops
 from replayssm.engine import attention
-from replayssm.engine.cache import EngineCache, Rows, chunk_mask, decode_mask
+from replayssm.engine.cache import EngineCache, Rows, chunk_mask
 from replayssm.engine.graphs import SMALLEST_CONTEXT, DecodeInputs, Graphs
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Logprob, Request
 from replayssm.engine.sampler import Batch, History, Sampled, prepare, sample
 from replayssm.engine.scheduler import Chunk, Step
 from replayssm.kernels.policy import Route
-from replayssm.state import PagePool, SlotPool, upload
+from replayssm.state import PagePool, SlotPool, on, upload
 
 
 class Flight:
@@ -87,13 +87,19 @@ class Runner:
         self.ringed: set[int] = set()  # slots whose ring may hold records
         self._batch: tuple[tuple[tuple[int, int], ...], Batch] | None = None
 
-    @torch.inference_mode()
     def launch(self, step: Step) -> Flight | None:
         """Enqueue a step and move its requests on. None when no token is sampled in it."""
+        with torch.inference_mode(), on(self.device):
+            return self._launch(step)
+
+    def _launch(self, step: Step) -> Flight | None:
         rows: list[Request] = []
         logits: list[Tensor] = []
-        for part in self._parts(step.decode):
-            logits.append(self._decode(part))
+        parts = self._parts(step.decode)
+        for part in parts:
+            found = self._decode(part)
+            # the next part may be a replay of the same graph, which writes its logits to the same place
+            logits.append(found if len(parts) == 1 else found.clone())
             rows += part
         for _, group in groupby(step.prefill, key=lambda chunk: (chunk.start, chunk.length)):
             chunks = list(group)
@@ -121,9 +127,7 @@ class Runner:
     def _parts(self, requests: list[Request]) -> list[list[Request]]:
         """Requests that decode together: all of them, unless their contexts are too much to gather at once."""
         most = self._pages(max((len(r.pages) for r in requests), default=0))
-        if self.paged:
-            return [requests] if requests else []
-        if len(requests) * most * self.pages.page_size <= self.gathered_tokens:
+        if self.paged or len(requests) * most * self.pages.page_size <= self.gathered_tokens:
             return [requests] if requests else []
         parts: list[list[Request]] = [[]]
         for request in sorted(requests, key=lambda r: len(r.pages), reverse=True):
@@ -184,9 +188,10 @@ class Runner:
             attention.running.blocks = attention.blocks_of(table, positions, size)
         else:
             at = torch.arange(pages * size, device=self.device)
-            seen = (at <= positions[:, None]) & live[:, None]
+            seen = at <= positions[:, None]
             every = table.repeat_interleave(size, 1) * size + at % size
-            read, mask = torch.where(seen, every, self.pages.zeros * size), decode_mask(positions, pages * size)
+            read = torch.where(seen & live[:, None], every, self.pages.zeros * size)
+            mask = seen[:, None, None]
         self.cache.current.rows = Rows("decode", slots, 0, write, read, cursor, route, force, self.paged)
         try:
             logits = self._forward(tokens[:, None], positions[:, None], mask)
@@ -291,10 +296,9 @@ class Runner:
         pairs = [(row, token) for row, r in early for token in self.enders(r.params)]
         if not pairs:
             return None
-        mask = torch.zeros(len(rows), self.vocabulary, dtype=torch.bool)
-        index = torch.tensor(pairs)
-        mask[index[:, 0], index[:, 1]] = True
-        return mask.to(self.device)
+        at = tuple(self._up(index) for index in zip(*pairs, strict=True))
+        mask = torch.zeros(len(rows), self.vocabulary, dtype=torch.bool, device=self.device)
+        return mask.index_put_(at, torch.ones((), dtype=torch.bool, device=self.device))
 
     def enders(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output with these parameters."""

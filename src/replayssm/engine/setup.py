@@ -20,7 +20,7 @@ from replayssm.models.enable import enable
 from replayssm.models.loading import LoadedModel
 from replayssm.models.parallel import least, most
 from replayssm.spec import LayerSpec
-from replayssm.state import MemoryPlan, PagePool, SlotPool, TokenArray, plan_memory
+from replayssm.state import MemoryPlan, PagePool, SlotPool, TokenArray, on, plan_memory
 
 GIB = 2**30
 CPU_BESIDES_WEIGHTS = 4 * GIB
@@ -62,8 +62,13 @@ def build(loaded: LoadedModel, options: EngineOptions) -> EngineParts:
     Raises `OptionError`, `MemoryBudgetError`, `DeviceError` for a model on several devices, `UnsupportedModelError` for
     a family whose attention cannot be batched.
     """
+    device = _one_device(loaded.model)
+    with on(device):
+        return _build(loaded, options, device)
+
+
+def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) -> EngineParts:
     model, text = loaded.model, loaded.config.get_text_config(decoder=True)
-    device = _one_device(model)
     context = options.context or loaded.context_length
     if context > loaded.context_length:
         raise OptionError(f"context {context} exceeds the model's {loaded.context_length} positions")

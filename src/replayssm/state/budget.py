@@ -9,6 +9,8 @@ from replayssm.errors import MemoryBudgetError, OptionError
 
 EXPECTED_TOKENS = 2048  # of a request, where the user names no number of requests
 
+REMEDY = "give more of it (memory), or ask for fewer requests (max_requests), a shorter context or smaller chunk_tokens"
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -90,8 +92,13 @@ def plan_memory(
     if not 0 <= prefix_share < 1:
         raise OptionError(f"prefix_share {prefix_share} is outside [0, 1)")
     rest = budget - weights - work
+
+    def too_small(slots: int) -> MemoryBudgetError:
+        needed = work + slots * slot_bytes + 3 * page_bytes
+        return MemoryBudgetError(budget, weights, needed, REMEDY)
+
     if rest < slot_bytes + 3 * page_bytes:
-        raise MemoryBudgetError(budget, weights, work + slot_bytes + 3 * page_bytes)
+        raise too_small(1)
     kept = slot_bytes if kept_bytes is None else kept_bytes
     reserved = int((rest - slot_bytes - 3 * page_bytes) * prefix_share) // kept
     rest -= reserved * kept + 2 * page_bytes
@@ -101,9 +108,9 @@ def plan_memory(
     if requests is not None:
         slots = requests
         if requests > most:
-            raise MemoryBudgetError(budget, weights, work + requests * slot_bytes + 3 * page_bytes)
+            raise too_small(requests)
     if slots < 1:
-        raise MemoryBudgetError(budget, weights, work + slot_bytes + 3 * page_bytes)
+        raise too_small(1)
     # a budget with nothing but states (no attention layer) still needs a few pages for the books
     pages = slots * -(-context // page_size)
     if page_bytes:

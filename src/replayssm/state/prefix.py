@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replayssm.errors import CacheStateError
@@ -72,10 +72,6 @@ class PrefixStats:
     snapshots: int = 0
     states_evicted: int = 0
     pages_evicted: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """By name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 class PrefixCache:
