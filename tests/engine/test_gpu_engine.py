@@ -15,6 +15,7 @@ from replayssm.engine.params import SamplingParams
 from replayssm.models.families import layer_specs
 from replayssm.models.loading import LoadedModel, load_model
 from replayssm.shipped import SHIPPED
+from tests.engine.common import with_pages
 from tests.models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -91,6 +92,55 @@ def test_a_recording_touches_no_slot_and_no_page():
     assert all(bool((x == 0.5).all()) for x in pools)
     assert all(bool((x[:live] == 0.5).all()) for x in pages)
     assert bool((engine.slots.cursor == 2).all())
+    engine.close()
+
+
+@pytest.mark.parametrize("preempt", ["offload", "recompute"])
+@pytest.mark.parametrize("mode", ["replay", "packed"])
+def test_four_times_as_many_requests_as_fit_stay_within_the_budget(mode, preempt):
+    """Pages for a quarter of what runs at its longest, slots for a third of the requests. What the pools, graphs and
+    steps take on top of the weights is within what was asked for."""
+    prompts = [[(11 * i + 3 * j) % 90 + 1 for j in range(20 + 7 * i % 60)] for i in range(24)]
+    want = [stock(tiny.model_of("qwen3_5_text"), prompt, 60) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    loaded = on_gpu("qwen3_5_text")
+    torch.cuda.synchronize()
+    weights = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    options = {**OPTIONS, "memory": 2**30, "max_requests": 8, "preempt": preempt, "mode": mode, "context": 160}
+    with with_pages(16):
+        engine = Engine(loaded, EngineOptions(**options))
+    longest = sum(engine.pages.pages_for(len(prompt) + 60) for prompt in prompts)
+    assert longest > 4 * engine.pages.pages
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    assert [request.output for request in requests] == want
+    assert sum(request.preemptions for request in requests) > 0
+    assert torch.cuda.max_memory_allocated() - weights <= options["memory"]
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["replay", "packed"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear"])
+def test_a_chat_with_cached_prefixes_equals_cold_runs(family, mode):
+    """Three chats of three turns with one system prompt, all at once: graphs, overlap and snapshots while they run."""
+    options = {**OPTIONS, "mode": mode, "prefix_cache": True, "prefix_interval": 16, "chunk_tokens": 64}
+    engine = Engine(on_gpu(family), EngineOptions(**options))
+    chats = [[j % 83 + 1 for j in range(70)] + [i + 1, 3 * i + 2] for i in range(3)]
+    known = [0] * len(chats)
+    for turn in range(3):
+        requests = [engine.add(chat, GREEDY) for chat in chats]
+        engine.run()
+        for i, request in enumerate(requests):
+            assert request.error is None
+            assert request.output == stock(tiny.model_of(family), chats[i])
+            if turn:
+                assert request.cached_tokens >= known[i] - 1
+            known[i] = len(chats[i]) + len(request.output)
+            chats[i] = chats[i] + request.output + [5 * turn + i + 1] * i
+    engine.prefix.check()
+    engine.prefix.clear()
+    assert (engine.slots.used_slots, engine.pages.used_pages, engine.prefix.states.used_slots) == (0, 0, 0)
     engine.close()
 
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)  # fmt: skip
 
 from replayssm import ops
 from replayssm.errors import DtypeError, OptionError, PoolFullError, ReplayError, RingLengthError, ShapeError, SlotError
@@ -29,12 +36,13 @@ class Requests(RuleBasedStateMachine):
     The oracle keeps the fp64 state of each request by itself; slots that nobody owns hold NaN all the time.
     """
 
-    kind, ring_len = "gdn", 4
+    kind, ring_len, device = "gdn", 4, "cpu"
 
     def __init__(self):
         super().__init__()
         self.lay = layer(self.kind, DIMS[self.kind], self.ring_len or 1)
-        self.pool = pool_of(self.kind, ring_len=self.ring_len)
+        self.parameters = [x.to(self.device) for x in (self.lay.A_log, self.lay.dt_bias)]
+        self.pool = pool_of(self.kind, ring_len=self.ring_len, device=self.device)
         self.truth: dict[int, list[torch.Tensor]] = {}  # request -> state of each layer [1, HV, V, K]
         self.slot: dict[int, int] = {}
         self.away: dict[int, object] = {}
@@ -66,13 +74,13 @@ class Requests(RuleBasedStateMachine):
         """One token for some requests, with padding rows; the ring is folded where it is full or by force."""
         who = data.draw(st.lists(st.sampled_from(sorted(self.slot)), min_size=1, unique=True))
         rows = [self.slot[r] for r in who] + [-1] * pad
-        force = torch.tensor([int(data.draw(st.booleans())) for _ in rows]).int()
+        force = torch.tensor([int(data.draw(st.booleans())) for _ in rows]).int().to(self.device)
         slots = self.pool.index(rows)
         pos = ops.gather_cursors(self.pool.cursor, slots)
         for i in range(LAYERS):
             token = self.lay.tokens(1, len(rows), seed=100 * self.clock + i)[0]
-            mine, out = self.pool.layer(i), self.lay.empty_out(len(rows))
-            args = (*token, self.lay.A_log, self.lay.dt_bias, None, mine.state)
+            mine, out = self.pool.layer(i), self.lay.empty_out(len(rows)).to(self.device)
+            args = (*(x.to(self.device) for x in token), *self.parameters, None, mine.state)
             if mine.d is None:
                 ops.fused_recurrent_linear_packed_decode(*args, out, slots, **self.lay.gate_args)
             else:
@@ -83,9 +91,9 @@ class Requests(RuleBasedStateMachine):
                 want, self.truth[request][i] = serial(
                     *now, self.lay.A_log, self.lay.dt_bias, None, self.truth[request][i], **self.lay.gate_args
                 )
-                tolerance.assert_close(out[row], want[0], 1e-4, "output")
-            x = torch.full((len(rows), self.lay.spec.qkv_dim), float(self.clock + i))
-            ops.causal_conv_update(x, mine.conv, torch.ones(x.shape[1], WIDTH + 1), None, slots)
+                tolerance.assert_close(out[row].cpu(), want[0], 1e-4, "output")
+            x = torch.full((len(rows), self.lay.spec.qkv_dim), float(self.clock + i), device=self.device)
+            ops.causal_conv_update(x, mine.conv, torch.ones(x.shape[1], WIDTH + 1, device=self.device), None, slots)
         if self.ring_len is not None:
             ops.advance_cursors(self.pool.cursor, slots, self.ring_len, force)
         self.clock += 1
@@ -156,7 +164,7 @@ class Requests(RuleBasedStateMachine):
         self.pool.flush(self.slot.values())
         for request, slot in self.slot.items():
             for i in range(LAYERS):
-                tolerance.assert_close(self.pool.state[i, slot : slot + 1], self.truth[request][i], 1e-4, "state")
+                tolerance.assert_close(self.pool.state[i, slot : slot + 1].cpu(), self.truth[request][i], 1e-4, "state")
         self.pool.free(list(self.slot.values()))
         assert self.pool.free_slots == SLOTS
 
@@ -169,12 +177,27 @@ class PackedRequests(Requests):
     ring_len = None
 
 
+class GdnOnGpu(Requests):
+    device = "cuda"
+
+
+class KdaOnGpu(KdaRequests):
+    device = "cuda"
+
+
 CALM = settings(
     max_examples=25, stateful_step_count=25, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 TestGdn, TestKda, TestPacked = Requests.TestCase, KdaRequests.TestCase, PackedRequests.TestCase
 TestGdn.settings = TestKda.settings = TestPacked.settings = CALM
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("requests", [GdnOnGpu, KdaOnGpu])
+def test_the_pool_on_a_gpu_keeps_every_state(requests):
+    run_state_machine_as_test(requests, settings=CALM)
 
 
 def test_ten_thousand_requests_leave_every_slot_free():
