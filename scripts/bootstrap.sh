@@ -80,5 +80,5 @@ else
 fi
 install_torch
 say "replayssm and its tools"
-or_show_log pip_install -e '.[dev]'
+or_show_log pip_install -e '.[serve,dev]'
 say "done in $SECONDS s"

@@ -71,6 +71,10 @@ class MemoryBudgetError(ReplayError, ValueError):
         super().__init__(f"memory of {_gib(memory)} does not hold weights of {_gib(weights)}{kept}; {remedy}")
 
 
+class GrammarError(ReplayError, ValueError):
+    """A grammar for the output cannot be compiled, or no text of the model can meet it."""
+
+
 class PromptError(ReplayError, ValueError):
     """The prompt is empty, or longer than the model's context."""
 

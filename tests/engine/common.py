@@ -153,7 +153,7 @@ def poison(engine: Engine) -> None:
     slots, pages, runner = engine.slots, engine.pages, engine.runner
     live = {request.slot: request for request in engine.scheduler.running}
     for slot in set(range(slots.slots)) - set(live):
-        for x in (slots.state, slots.conv, slots.d, slots.k, slots.g):
+        for x in (slots.state, slots.conv, slots.folded_conv, slots.d, slots.k, slots.g):
             if x is not None:
                 x[:, slot] = NAN
         slots.cursor[slot], runner.last_token[slot], runner.table[slot] = 77, 10**6, pages.trash

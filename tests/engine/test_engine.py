@@ -41,7 +41,8 @@ OPTION = dict(
     ring_len=st.sampled_from([1, 2, 4, 8]), mode=st.sampled_from(["auto", "replay", "packed"]),
     max_requests=st.integers(1, 5), overlap=st.booleans(), preempt=st.sampled_from(["offload", "recompute"]),
     snapshot_interval=st.sampled_from([0, 0, 1, 3, 8]), prefix_cache=st.booleans(),
-    prefix_interval=st.sampled_from([1, 3, 4, 16]),
+    prefix_interval=st.sampled_from([1, 2, 5]), prefix_policy=st.sampled_from(["materialize", "truncate"]),
+    prefix_strategy=st.sampled_from(["no_buffer", "extra_buffer"]),
 )  # fmt: skip
 SITUATION = st.fixed_dictionaries(OPTION)
 FEW, SOME, MANY = 5, 10, 25  # examples: for most families, for the other kind of decay, for the quickest one
@@ -55,6 +56,7 @@ def by_rows(state, ring_len, rows, is_kda):
 
 def check_any_way(family, arrivals, options, share, gathered):
     size = options["page_size"]
+    options = {**options, "prefix_interval": size * options["prefix_interval"]}
     longest = max(-(-(length + tokens) // size) for _, length, tokens in arrivals)
     pages = min(int(longest * share), options["max_requests"] * -(-OPTIONS["context"] // size))
     with engine_of(family, pages, **options) as engine, patch.object(ops, "decode_route", by_rows):

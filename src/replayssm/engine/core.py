@@ -9,12 +9,14 @@ from itertools import count
 from operator import index
 from typing import Any
 
-from replayssm.engine.options import EngineOptions
+from replayssm.engine.grammar import Grammars
+from replayssm.engine.options import BUFFERS, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Logprob, Reason, Request, Saved
 from replayssm.engine.runner import Flight, Runner, needs_history
 from replayssm.engine.scheduler import Chunk, Scheduler
 from replayssm.engine.setup import EngineParts, build
+from replayssm.engine.stats import EngineStats
 from replayssm.engine.text import TextStream
 from replayssm.errors import OptionError, PromptError
 from replayssm.models.loading import LoadedModel
@@ -47,12 +49,13 @@ class Engine:
             self.pages.pages_for(self.context), self.options.mode, self.options.snapshot_interval,
             parts.gathered_tokens, parts.graphs, parts.paged,
         )  # fmt: skip
+        self._buffers = BUFFERS if self.options.prefix_strategy == "extra_buffer" else 0
         self.prefix = None if parts.states is None else PrefixCache(self.slots, self.pages, parts.states)
         if self.prefix is not None:
             self.runner.keep = self._keep_chunk
         self.scheduler = Scheduler(
             self.slots, self.pages, self.options.chunk_tokens, self._preempt, self._restore, self.drain, self._adopt,
-            self.prefix, self.options.prefix_interval,
+            self.prefix, self.options.prefix_interval, self._buffers,
         )  # fmt: skip
         on_gpu = self.slots.device.type == "cuda"
         self.overlap = on_gpu if self.options.overlap is None else self.options.overlap
@@ -60,6 +63,8 @@ class Engine:
         self._ids, self._random_bits = count(), random_bits(loaded.model)
         self._listeners: dict[Request, Listener] = {}
         self.steps = 0
+        self.stats = EngineStats()
+        self.grammars = Grammars(self.tokenizer, self.vocabulary, self.stops)
 
     def close(self) -> None:
         """Give the model back as it was."""
@@ -85,6 +90,8 @@ class Engine:
         params.check_vocabulary(self.vocabulary)
         if params.stop and self.tokenizer is None:
             raise OptionError(f"stop {list(params.stop)} needs a tokenizer, and the model has none; use stop_token_ids")
+        if params.grammar is not None and self.tokenizer is None:
+            raise OptionError("grammar needs a tokenizer, and the model has none")
         tokens = self._tokens(prompt)
         limit = min(len(tokens) + params.max_tokens, self.context)
         if len(tokens) >= self.context:
@@ -101,6 +108,8 @@ class Engine:
         seed = params.seed if params.seed is not None else self._random_bits(63)
         request = Request(next(self._ids), tokens, params, seed, limit=limit)
         request.stream = self._stream(params)
+        if params.grammar is not None:
+            request.matcher = self.grammars.matcher(params.grammar, params.ignore_eos)
         return request
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
@@ -135,6 +144,7 @@ class Engine:
                 if not isinstance(error, Exception):
                     raise
             self.steps += 1
+            self.stats.step(step)
         before, self._flight = self._flight, flight
         self._collect(before)
         if not self.overlap:
@@ -178,6 +188,7 @@ class Engine:
                 self._fail([request], error)
 
     def _accept(self, request: Request, token: int, logprob: Logprob | None, now: float) -> None:
+        self.stats.token(request, now)
         request.tokens.append(token)
         request.first_token = request.first_token or now
         request.last_token = now
@@ -189,6 +200,8 @@ class Engine:
         if request.stream is not None and not ends:
             text = request.stream.push(token, may_stop=made >= request.params.min_tokens)
             ends = request.stream.stopped is not None
+        if request.matcher is not None:
+            ends = request.matcher.accept(token) or ends
         if ends or len(request.tokens) >= request.limit:
             self._finish(request, "stop" if ends else "length", text)
             return
@@ -204,11 +217,21 @@ class Engine:
             self._keep(chunk.request, end)
 
     def _keep(self, request: Request, computed: int, give: bool = False) -> None:
-        """Put the state after `computed` tokens, which is that in the slot now, into the prefix cache."""
+        """Put the state after `computed` tokens, which is that in the slot now, into the prefix cache.
+
+        With `give` the request leaves, and the policy says how much of it stays.
+        """
+        if self.prefix is None or request.slot < 0:
+            return
+        folded = give and self.slots.folded_conv is not None and request.slot in self.runner.ringed
+        if folded:
+            computed -= self.runner.meter.fill.get(request.slot, 0)
         # a state that holds a token which nobody has read yet has no key
-        if self.prefix is not None and request.slot >= 0 and 0 < computed <= len(request.tokens):
+        if 0 < computed <= len(request.tokens):
             pages = request.pages[: self.pages.pages_for(computed)]
-            self.prefix.insert(request.tokens[:computed], pages, request.slot, give)
+            self.prefix.insert(request.tokens[:computed], pages, request.slot, give, folded, request.buffers)
+            if not give:
+                request.buffers += self.prefix.reserve(self._buffers - len(request.buffers))
 
     def _finish(self, request: Request, reason: Reason, text: str = "") -> None:
         if request.stream is not None and reason != "error":
@@ -224,6 +247,7 @@ class Engine:
         if slot >= 0:
             self.runner.forget(slot)
         request.reason = reason
+        self.stats.finish(request, reason, time.perf_counter())
         if (listener := self._listeners.pop(request, None)) is not None:
             try:
                 listener(request, text)
@@ -276,6 +300,8 @@ class Engine:
     def _adopt(self, child: Request) -> None:
         """A fork streams like its parent, to the same listener."""
         child.stream = self._stream(child.params)
+        if child.parent is not None and child.parent.matcher is not None:
+            child.matcher = child.parent.matcher.fork()
         if child.parent is not None and (listener := self._listeners.get(child.parent)) is not None:
             self._listeners[child] = listener
 

@@ -182,6 +182,9 @@ class AsyncLLM:
         if self._closing:
             raise RuntimeError("the engine is closed")
 
+    def _stepped(self) -> None:
+        """A step is over; called in the engine's thread."""
+
     def _drive(self) -> None:
         try:
             while True:
@@ -198,6 +201,7 @@ class AsyncLLM:
                     self.engine.abort_all()
                     return
                 self.engine.step()
+                self._stepped()
         except BaseException as error:  # every reader must learn of it
             with self._work:  # a reader that is about to add itself is woken, too
                 self.failure = error

@@ -11,6 +11,9 @@ from replayssm.spec import DEFAULT_RING_LEN, check_ring_len
 
 Mode = Literal["auto", "replay", "packed"]
 Preempt = Literal["offload", "recompute"]
+PrefixPolicy = Literal["materialize", "truncate"]
+PrefixStrategy = Literal["no_buffer", "extra_buffer"]
+BUFFERS = 2  # of a request under "extra_buffer": one is filled while the other may be taken
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,11 @@ class EngineOptions:
             gathered first.
         overlap: read the tokens of a step while the next one runs; None does so on a GPU.
         prefix_cache: keep states and pages of what was computed, for prompts that begin the same way.
-        prefix_interval: tokens between states that are kept of one request.
+        prefix_interval: tokens between states that are kept of one request; a multiple of `page_size`.
+        prefix_policy: what a request leaves when it ends: "materialize" the state of its full length, the ring folded
+            on the way, or "truncate" that of its last fold, and as many tokens; conv windows are then kept twice.
+        prefix_strategy: "no_buffer", a state finds its place in the cache when it is taken; "extra_buffer", each
+            running request holds two of them in advance.
         prefix_share: of the memory besides weights and work, for kept states.
         snapshot_interval: rows whose length becomes a multiple of it fold at that step; 0 never.
     """
@@ -57,6 +64,8 @@ class EngineOptions:
     overlap: bool | None = None
     prefix_cache: bool = False
     prefix_interval: int = 64
+    prefix_policy: PrefixPolicy = "materialize"
+    prefix_strategy: PrefixStrategy = "no_buffer"
     prefix_share: float = 0.1
     snapshot_interval: int = 0
 
@@ -64,6 +73,8 @@ class EngineOptions:
         check_ring_len(self.ring_len)
         for name, value, allowed in (
             ("mode", self.mode, ("auto", "replay", "packed")), ("preempt", self.preempt, ("offload", "recompute")),
+            ("prefix_policy", self.prefix_policy, ("materialize", "truncate")),
+            ("prefix_strategy", self.prefix_strategy, ("no_buffer", "extra_buffer")),
         ):  # fmt: skip
             if value not in allowed:
                 raise OptionError(f"{name} {value!r} is unknown; use one of {', '.join(allowed)}")

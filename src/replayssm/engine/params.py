@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from replayssm.engine.grammar import Grammar
 from replayssm.errors import OptionError
 
 MAX_LOGPROBS = 20
@@ -37,6 +38,7 @@ class SamplingParams:
         max_tokens: of the output.
         min_tokens: the output cannot end by a token before this many.
         n: outputs for one prompt.
+        grammar: what the output must be, see `Grammar`; it then ends when the grammar does.
     """
 
     temperature: float = 1.0
@@ -55,6 +57,7 @@ class SamplingParams:
     max_tokens: int = 256
     min_tokens: int = 0
     n: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -81,6 +84,10 @@ class SamplingParams:
             raise OptionError(f"stop {list(self.stop)!r} must be at most {MAX_STOPS} texts, none of them empty")
         for token in self.stop_token_ids:
             _check_count("stop_token_ids", token, 0, None)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise OptionError(f"grammar {self.grammar!r} is no Grammar")
+        if self.grammar is not None and self.min_tokens:
+            raise OptionError(f"min_tokens {self.min_tokens} contradicts a grammar, which says when the output may end")
         if self.n > 1 and self.temperature == 0:
             raise OptionError(f"n = {self.n} greedy outputs would be equal; set temperature above 0 or n to 1")
 

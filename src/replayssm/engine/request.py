@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from replayssm.engine.grammar import Matcher
 from replayssm.engine.params import SamplingParams
 from replayssm.state import HostState
 
@@ -52,8 +54,9 @@ class Request:
     error: str | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)  # of the prefix cache, for its next states
     synced: int = 0  # pages that the device knows
-    tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0
     computed: int = 0
     saved: Saved | None = None
@@ -61,6 +64,7 @@ class Request:
     unforked: int = 0  # outputs of the same prompt that still wait for its state
     logprobs: list[Logprob] = field(default_factory=list)
     stream: Any = None  # TextStream, where a tokenizer is known
+    matcher: Matcher | None = None  # where the output stands in its grammar
     cached_tokens: int = 0
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
@@ -68,7 +72,7 @@ class Request:
     last_token: float | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = array("i", self.prompt)
         self.length = len(self.tokens)
         self.unforked = self.params.n - 1 if self.parent is None else 0
 
@@ -95,7 +99,7 @@ class Request:
     @property
     def output(self) -> list[int]:
         """Output tokens that were fetched."""
-        return self.tokens[len(self.prompt) :]
+        return self.tokens[len(self.prompt) :].tolist()
 
     @property
     def outputs(self) -> int:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from replayssm import ops
-from replayssm.engine import attention
+from replayssm.engine import attention, grammar
 from replayssm.engine.cache import EngineCache, Rows, chunk_mask
 from replayssm.engine.graphs import SMALLEST_CONTEXT, DecodeInputs, Graphs
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Logprob, Request
 from replayssm.engine.sampler import Batch, History, Sampled, prepare, sample
 from replayssm.engine.scheduler import Chunk, Step
+from replayssm.engine.stats import RingMeter
 from replayssm.kernels.policy import Route
 from replayssm.state import PagePool, SlotPool, on, upload
 
@@ -85,6 +86,7 @@ class Runner:
             self.graphs = Graphs(self.decode_forward, slots.slots, least, max_pages, self.device)
         self.keep: Callable[[Chunk], None] | None = None  # is told of every chunk, when its state is in the slot
         self.ringed: set[int] = set()  # slots whose ring may hold records
+        self.meter = RingMeter(slots, snapshot_interval)
         self._batch: tuple[tuple[tuple[int, int], ...], Batch] | None = None
 
     def launch(self, step: Step) -> Flight | None:
@@ -146,9 +148,12 @@ class Runner:
         route = self._route(rows if self.graphs is None else self.graphs.bucket(rows))
         slots = [request.slot for request in requests]
         if route == "replay":
+            self.slots.keep_conv([slot for slot in slots if slot not in self.ringed])
             self.ringed.update(slots)
+            self.meter.replay(requests)
         else:
             self.flush(slots)
+            self.meter.packed(rows)
         self._sync_pages(requests)
         inputs = DecodeInputs(
             self._up([r.tokens[r.length - 1] if len(r.tokens) == r.length else -1 for r in requests]),
@@ -200,6 +205,7 @@ class Runner:
         if route == "replay":
             assert self.slots.ring_len is not None
             ops.advance_cursors(self.slots.cursor, slots, self.slots.ring_len, force)
+            self.slots.keep_folded_conv(slots)
         return logits
 
     def _flushing(self, positions: Tensor, slots: Tensor) -> Tensor:
@@ -228,7 +234,7 @@ class Runner:
         write = read[:, start:].flatten()
         rows = Rows("prefill", self.slots.index(slots), start, write, read if start else None)
         self.cache.current.rows = rows
-        tokens = self._up([c.request.tokens[start : start + length] for c in chunks])
+        tokens = self._up([c.request.tokens[start : start + length].tolist() for c in chunks])
         positions = at[start:].expand(len(chunks), -1)
         return self._forward(tokens, positions, chunk_mask(start, length, self.device).expand(len(chunks), -1, -1, -1))
 
@@ -262,11 +268,13 @@ class Runner:
         full = [slot for slot in slots if slot in self.ringed]
         if full:
             self.slots.flush(full)
+            self.meter.flush(full)
             self.ringed.difference_update(full)
 
     def forget(self, slot: int) -> None:
         """A slot was given back: whatever its ring holds is nobody's."""
         self.ringed.discard(slot)
+        self.meter.forget(slot)
 
     def _sample(self, rows: list[Request], logits: Tensor) -> Sampled:
         """A token for each row."""
@@ -277,7 +285,11 @@ class Runner:
         batch = self._batch[1]
         positions = self._up([row.generated for row in rows])
         history = self._history(rows) if batch.penalised else None
-        return sample(logits, batch, positions, history, self._forbidden(rows))
+        forbidden = self._forbidden(rows)
+        if matchers := [(row, r.matcher) for row, r in enumerate(rows) if r.matcher is not None]:
+            ruled_out = grammar.forbidden(matchers, len(rows), self.vocabulary, self.device)
+            forbidden = ruled_out if forbidden is None else forbidden | ruled_out
+        return sample(logits, batch, positions, history, forbidden)
 
     def _history(self, rows: list[Request]) -> History:
         """What the rows have seen, built anew; the engine fetches every token first when a row has a penalty."""
@@ -311,4 +323,4 @@ def _penalised(params: SamplingParams) -> bool:
 
 def needs_history(requests: Sequence[Request]) -> bool:
     """Whether a step with these requests must know every token that came before."""
-    return any(_penalised(request.params) for request in requests)
+    return any(_penalised(request.params) or request.matcher is not None for request in requests)

@@ -61,10 +61,11 @@ class Scheduler:
         adopt: Callable[[Request], None],
         prefix: PrefixCache | None = None,
         prefix_interval: int = 0,
+        prefix_buffers: int = 0,
     ) -> None:
         self.slots, self.pages, self.chunk_tokens = slots, pages, chunk_tokens
         self.preempt, self.restore, self.drain, self.adopt = preempt, restore, drain, adopt
-        self.prefix, self.prefix_interval = prefix, prefix_interval
+        self.prefix, self.prefix_interval, self.prefix_buffers = prefix, prefix_interval, prefix_buffers
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -140,6 +141,7 @@ class Scheduler:
         (request.slot,) = self.slots.allocate(owner=request)
         if self.prefix is not None:
             request.pages = self.prefix.adopt(match, locked, request.slot)
+            request.buffers = self.prefix.reserve(self.prefix_buffers)
             if not request.preemptions:
                 request.cached_tokens = match.depth
                 self.prefix.count(request.length, match)
@@ -199,7 +201,9 @@ class Scheduler:
         if request.slot >= 0:
             self.slots.free([request.slot])
             self.pages.free(request.pages)
-            request.slot, request.pages, request.synced = -1, [], 0
+            if self.prefix is not None:
+                self.prefix.give_back(request.buffers)
+            request.slot, request.pages, request.buffers, request.synced = -1, [], [], 0
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is."""

@@ -12,7 +12,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from replayssm.engine import attention
 from replayssm.engine.fuse import fuse
-from replayssm.engine.options import EngineOptions
+from replayssm.engine.options import BUFFERS, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.sampler import History, prepare, sample
 from replayssm.errors import DeviceError, OptionError, UnsupportedModelError
@@ -91,24 +91,32 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         ring = None if options.mode == "packed" else options.ring_len
         state_dtype = str(handle.options.state_dtype).removeprefix("torch.")
         io_dtype = str(_io_dtype(model)).removeprefix("torch.")
-        slot = SlotPool.slot_bytes(specs, ring, state_dtype, io_dtype)
+        page_size = options.page_size or PAGE_SIZES.get(device.type, PAGE_SIZES["cpu"])
+        if options.prefix_cache and options.prefix_interval % page_size:
+            raise OptionError(
+                f"prefix_interval {options.prefix_interval} is not a multiple of page_size {page_size}; the smallest "
+                f"that works is {-(-options.prefix_interval // page_size) * page_size}"
+            )
+        twice = options.prefix_cache and options.prefix_policy == "truncate"
+        slot = SlotPool.slot_bytes(specs, ring, state_dtype, io_dtype, twice)
         without_ring = SlotPool.slot_bytes(specs, None, state_dtype, io_dtype)
         # ranks that share a model must plan alike, for the poorest of them
         weights = most(model, sum(x.nbytes for x in {x.data_ptr(): x for x in model.parameters()}.values()))
         requests = options.max_requests or MOST_REQUESTS.get(device.type, MOST_REQUESTS["cpu"])
-        page_size = options.page_size or PAGE_SIZES.get(device.type, PAGE_SIZES["cpu"])
         budget = least(model, _budget(options, device, weights))
         per_token = 32 if paged else most(model, _context_bytes(model, text, layers, context))
         gathered = max(context, min(GATHERED_TOKENS, requests * context, int(budget * GATHERED_SHARE / per_token)))
         work = most(model, _work_bytes(model, text, options, requests, context)) + gathered * per_token
+        conv = _conv_bytes(specs, io_dtype) * (2 if twice and ring else 1)
         plan = plan_memory(
-            budget, weights, work, slot, slot - without_ring, _conv_bytes(specs, io_dtype),
+            budget, weights, work, slot, slot - without_ring - (conv - _conv_bytes(specs, io_dtype)), conv,
             PagePool.page_bytes(layers.arrays, page_size), page_size, context, requests,
             options.max_requests, options.prefix_share if options.prefix_cache else 0.0, without_ring,
+            _least_states(options),
         )  # fmt: skip
         graphs = options.graphs and device.type == "cuda"
         undo_fuse = fuse(model) if options.fuse and device.type == "cuda" else None
-        slots = SlotPool(specs, plan.slots, ring, state_dtype, io_dtype, device)
+        slots = SlotPool(specs, plan.slots, ring, state_dtype, io_dtype, device, twice)
         states = None
         if plan.reserved_slots:
             states = SlotPool(specs, plan.reserved_slots, None, state_dtype, io_dtype, device)
@@ -148,6 +156,13 @@ def probe(model: Any, text: Any) -> Layers:
                 kept.append(indexer[:, None])
             arrays.append([TokenArray(x.shape[1], x.shape[3], x.dtype) for x in kept])
     return Layers(linear, arrays)
+
+
+def _least_states(options: EngineOptions) -> int:
+    """States that a prefix cache is useless without: one that is kept, and beside it the buffers of one request."""
+    if not options.prefix_cache:
+        return 0
+    return 1 if options.prefix_strategy == "no_buffer" else 2 * BUFFERS
 
 
 def _one_device(model: Any) -> torch.device:

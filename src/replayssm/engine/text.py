@@ -51,13 +51,13 @@ class TextStream:
             at, self.stopped = min(found, key=lambda hit: (hit[0], -len(hit[1])))
             out, self._held = self._held[:at], ""
         else:
-            keep = 0 if final else max((_overlap(self._held, stop) for stop in stops), default=0)
+            keep = 0 if final else max((overlap(self._held, stop) for stop in stops), default=0)
             cut = len(self._held) - keep
             out, self._held = self._held[:cut], self._held[cut:]
         self.text += out
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -116,6 +116,39 @@ def note_packed(state: Tensor, indices: Tensor) -> None:
     _add(indices.device, [rows * size, rows * size, 0, 0, rows, 0, 0])
 
 
+def note_verify(
+    state: Tensor,
+    ring: tuple[Tensor, Tensor, Tensor],
+    indices: Tensor,
+    write_pos: Tensor,
+    lengths: Tensor,
+    force_flush: Tensor | None,
+) -> None:
+    """A window on a ring: every token of a live row leaves a record; an empty ring has nothing to fold."""
+    live = indices >= 0
+    flush = write_pos + lengths >= ring[0].shape[2]
+    if force_flush is not None:
+        flush = flush | (force_flush != 0)
+    rows, flushes = live.sum(), (flush & live & (write_pos > 0)).sum()
+    size, record = state_bytes(state), record_bytes(*ring)
+    read, written = _records(live, write_pos), _records(live, lengths)
+    _add(indices.device, [rows * size, flushes * size, read * record, written * record, rows, written, flushes])
+
+
+def note_packed_verify(state: Tensor, indices: Tensor, snapshots: Tensor | None) -> None:
+    """A window on states that stay; `snapshots`: how many states each row writes beside its own."""
+    live = indices >= 0
+    rows, size = live.sum(), state_bytes(state)
+    written = 0 if snapshots is None else _records(live, snapshots) * size
+    _add(indices.device, [rows * size, written, 0, 0, rows, 0, 0])
+
+
+def note_commit(state: Tensor, indices: Tensor, accepted: Tensor) -> None:
+    """A state is read, its own or a snapshot, and written, in rows that keep something."""
+    size = ((indices >= 0) & (accepted > 0)).sum() * state_bytes(state)
+    _add(indices.device, [size, size, 0, 0, 0, 0, 0])
+
+
 def note_flush(state: Tensor, ring: tuple[Tensor, Tensor, Tensor], indices: Tensor, write_pos: Tensor) -> None:
     """A flush outside decode; rows with an empty ring move nothing."""
     layers = state.shape[0] if state.ndim == 5 else 1
@@ -143,7 +176,7 @@ def note_materialize(
 
 
 def _records(live: Tensor, write_pos: Tensor) -> Tensor:
-    """Valid records of the live rows. A product, since torch.where would copy its scalar from the host."""
+    """Sum over the live rows, of records mostly. A product, since torch.where would copy its scalar from the host."""
     return (write_pos * live).sum()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ def plan_memory(
     requests: int | None = None,
     prefix_share: float = 0.0,
     kept_bytes: int | None = None,
+    least_kept: int = 0,
 ) -> MemoryPlan:
     """Split `budget` bytes.
 
@@ -87,7 +89,8 @@ def plan_memory(
     `EXPECTED_TOKENS` tokens (fewer if `context` is smaller), `max_requests` at most. All remaining bytes are pages,
     but never more than every slot could fill.
 
-    Raises `MemoryBudgetError` when not even one request with one page fits, `OptionError` for a share outside [0, 1).
+    Raises `MemoryBudgetError` when not even one request with one page fits, `OptionError` for a share outside [0, 1),
+    or for one that holds fewer than `least_kept` states.
     """
     if not 0 <= prefix_share < 1:
         raise OptionError(f"prefix_share {prefix_share} is outside [0, 1)")
@@ -100,7 +103,15 @@ def plan_memory(
     if rest < slot_bytes + 3 * page_bytes:
         raise too_small(1)
     kept = slot_bytes if kept_bytes is None else kept_bytes
-    reserved = int((rest - slot_bytes - 3 * page_bytes) * prefix_share) // kept
+    shared = rest - slot_bytes - 3 * page_bytes
+    reserved = int(shared * prefix_share) // kept
+    if reserved < least_kept:
+        share = math.ceil(1000 * least_kept * kept / shared) / 1000 if shared else 1.0
+        remedy = f"the smallest that works is {share:.3f}" if share < 1 else f"more memory is needed; {REMEDY}"
+        raise OptionError(
+            f"prefix_share {prefix_share} of {shared / 2**20:.1f} MiB holds {reserved} states of {kept / 2**20:.1f} "
+            f"MiB, the prefix cache needs at least {least_kept}; {remedy}"
+        )
     rest -= reserved * kept + 2 * page_bytes
     expected = -(-min(context, EXPECTED_TOKENS) // page_size)
     most = min(max_requests, (rest - page_bytes) // slot_bytes)

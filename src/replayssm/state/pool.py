@@ -57,12 +57,14 @@ class SlotPool:
         state_dtype: float32, bfloat16 or float16.
         io_dtype: of activations, conv windows and the ring's k.
         device: of all tensors.
+        folded_conv: keep, besides, the conv window of each slot at its last fold, see `copy_folded_to`.
 
     Attributes:
         state: [layers, slots, HV, V, K].
         conv: [layers, slots, C, W-1], in the activations' dtype; channels are neighbours in memory.
         d, k, g: the ring, see `LayerSpec.ring_arrays`, with a leading layer axis; None without a ring.
         cursor: [slots] int32, records of each slot.
+        folded_conv: as `conv`, with one more slot that takes what is nobody's; None unless asked for.
 
     Raises `ShapeError`, `RingLengthError`, `DtypeError`.
     """
@@ -75,6 +77,7 @@ class SlotPool:
         state_dtype: str = "float32",
         io_dtype: str = "bfloat16",
         device: str | torch.device = "cpu",
+        folded_conv: bool = False,
     ) -> None:
         self.spec = _one_geometry(specs)
         if slots < 1:
@@ -89,6 +92,9 @@ class SlotPool:
         self.state = zeros(*self.spec.state_array(slots, state_dtype))
         (_, channels, width), conv_dtype = self.spec.conv_array(slots, io_dtype)
         self.conv = zeros((slots, width, channels), conv_dtype).mT  # neighbours in memory are channels
+        self.folded_conv: Tensor | None = None
+        if folded_conv and ring_len is not None:
+            self.folded_conv = zeros((slots + 1, width, channels), conv_dtype).mT
         self.d: Tensor | None = None
         self.k: Tensor | None = None
         self.g: Tensor | None = None
@@ -104,17 +110,20 @@ class SlotPool:
         ring_len: int | None = DEFAULT_RING_LEN,
         state_dtype: str = "float32",
         io_dtype: str = "bfloat16",
+        folded_conv: bool = False,
     ) -> int:
         """Bytes of one slot of such a pool, ring and cursor included."""
         spec = _one_geometry(specs)
         ring = 0 if ring_len is None else spec.ring_arrays(check_ring_len(ring_len), 1, io_dtype).nbytes
-        one = spec.state_array(1, state_dtype).nbytes + spec.conv_array(1, io_dtype).nbytes + ring
+        conv = spec.conv_array(1, io_dtype).nbytes * (2 if folded_conv and ring_len is not None else 1)
+        one = spec.state_array(1, state_dtype).nbytes + conv + ring
         return len(specs) * one + 4
 
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        return sum(x.nbytes for x in (self.state, self.conv, self.d, self.k, self.g, self.cursor) if x is not None)
+        tensors = (self.state, self.conv, self.folded_conv, self.d, self.k, self.g, self.cursor)
+        return sum(x.nbytes for x in tensors if x is not None)
 
     @property
     def free_slots(self) -> int:
@@ -187,6 +196,32 @@ class SlotPool:
         """The same to a slot of another pool of the same layers and conv dtype; the state's dtype may differ."""
         (source,), (target,) = self._live((src,)), pool._live((dst,))
         self._copy([source], [target], pool)
+
+    def keep_conv(self, slots: Sequence[int]) -> None:
+        """Remember the conv windows of slots whose rings are empty and will be used from now on."""
+        if self.folded_conv is not None and slots:
+            index = self._index(slots).long()
+            self.folded_conv.index_copy_(1, index, self.conv.index_select(1, index))
+
+    def keep_folded_conv(self, slots: Tensor) -> None:
+        """After a step of rows `slots` [B] int32 that moved the cursors: remember the windows of those that folded.
+        Does not wait for the device."""
+        if self.folded_conv is not None:
+            own = slots.clamp_min(0).long()
+            folded = (slots >= 0) & (self.cursor[own] == 0)
+            target = torch.where(folded, own, self.slots)
+            self.folded_conv.index_copy_(1, target, self.conv.index_select(1, own))
+
+    def copy_folded_to(self, src: int, pool: SlotPool, dst: int) -> None:
+        """Give a slot of another pool the state and conv window that `src` had at its last fold, its ring left out.
+
+        Needs `folded_conv`, and every step since the ring was empty told to `keep_conv` and `keep_folded_conv`.
+        """
+        assert self.folded_conv is not None
+        (source,), (target,) = self._live((src,)), pool._live((dst,))
+        pool.state[:, target] = self.state[:, source].to(pool.state.dtype)
+        pool.conv[:, target] = self.folded_conv[:, source]
+        pool.cursor[target] = 0
 
     def fork(self, src: int, count: int = 1, owner: object = None) -> list[int]:
         """`count` new slots with the true state of `src`, which keeps its ring. Raises `PoolFullError`, with nothing

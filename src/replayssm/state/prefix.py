@@ -12,34 +12,42 @@ its own; whole pages are shared. States have a pool of their own without rings: 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from replayssm.errors import CacheStateError
 from replayssm.state.pages import PagePool
 from replayssm.state.pool import SlotPool
 
-Key = tuple[int, ...]
+Key = bytes  # tokens, `WIDE` bytes each: hashed and compared in one go
+WIDE = array("i").itemsize
+Below = dict[Key, "Place"]
+_NOTHING: Below = {}
 
 
-@dataclass(eq=False)
 class Place:
     """A depth of the tree: a whole page below `parent`, or the tail of one. `state` is a slot of the cache's pool."""
 
-    key: Key
-    page: int
-    parent: Place | None
-    depth: int
-    state: int | None = None
-    children: dict[Key, Place] = field(default_factory=dict)
-    tails: dict[Key, Place] = field(default_factory=dict)
+    __slots__ = ("children", "depth", "key", "page", "parent", "state", "tails")
+
+    def __init__(self, key: Key, page: int, parent: Place | None, depth: int) -> None:
+        self.key, self.page, self.parent, self.depth = key, page, parent, depth
+        self.state: int | None = None
+        self.children: Below = _NOTHING  # dicts of their own when there is something to put in
+        self.tails: Below = _NOTHING
 
     @property
     def bare(self) -> bool:
         """Nothing hangs below."""
         return not (self.children or self.tails)
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Tokens as the tree compares them."""
+    return (tokens if isinstance(tokens, array) else array("i", tokens)).tobytes()
 
 
 class Match(NamedTuple):
@@ -49,6 +57,14 @@ class Match(NamedTuple):
     depth: int
     place: Place | None
     pages_depth: int
+
+
+class _Source(NamedTuple):
+    """Where a state comes from: a running request's slot, at its last fold or as it is, and states to put it into."""
+
+    slot: int
+    folded: bool
+    buffers: list[int] | None
 
 
 @dataclass
@@ -87,33 +103,48 @@ class PrefixCache:
         if states.ring_len is not None:
             raise CacheStateError("the cache's states are folded; give it a pool without rings (ring_len=None)")
         self.slots, self.pages, self.states = slots, pages, states
-        self.root = Place((), -1, None, 0)
+        self.root = Place(b"", -1, None, 0)
         self.stats = PrefixStats()
+        self.reserved = 0  # states that running requests hold for what comes
         # oldest first; a place is never older than what hangs below it
         self._used: OrderedDict[Place, None] = OrderedDict()
         self._stated: OrderedDict[Place, None] = OrderedDict()
 
     def match(self, tokens: Sequence[int], most: int | None = None) -> Match:
-        """The deepest prefix of `tokens` with a state, `most` tokens at most. Counts as a use of it."""
+        """The deepest prefix of `tokens` with a state, `most` tokens at most. Counts as a use of it.
+
+        An array("i") of tokens is taken as it is, other sequences are copied to one.
+        """
+        raw = packed(tokens)
         limit = len(tokens) if most is None else min(most, len(tokens))
-        size = self.pages.page_size
         place, best, depth = self.root, None, 0
-        while True:
-            for key, tail in place.tails.items():
-                deeper = best is None or tail.depth > best.depth
-                if deeper and tail.depth <= limit and tuple(tokens[depth : tail.depth]) == key:
-                    best = tail
-            child = place.children.get(tuple(tokens[depth : depth + size])) if depth + size <= limit else None
+        step = self.pages.page_size * WIDE
+        for at in range(0, limit // self.pages.page_size * step, step):
+            if place.tails:
+                best = self._tail(place, raw, limit, best)
+            child = place.children.get(raw[at : at + step])
             if child is None:
                 break
-            place, depth = child, child.depth
+            place = child
             if child.state is not None:
                 best = child
+        else:
+            best = self._tail(place, raw, limit, best)
+        depth = place.depth
         if best is not None:
             self._touch(best)
         elif place is not self.root:
             self._touch(place)
         return Match(0 if best is None else best.depth, best, depth)
+
+    @staticmethod
+    def _tail(place: Place, raw: bytes, limit: int, best: Place | None) -> Place | None:
+        """The deepest tail of a place that these tokens have, if it is deeper than `best`."""
+        for key, tail in place.tails.items():
+            deeper = best is None or tail.depth > best.depth
+            if deeper and tail.depth <= limit and raw.startswith(key, place.depth * WIDE):
+                best = tail
+        return best
 
     def lock(self, match: Match) -> list[int]:
         """One more owner for the pages of a match, in order, so that making room cannot take them away.
@@ -154,42 +185,73 @@ class PrefixCache:
         stats.hit += match.depth
         stats.requests_hit += match.depth > 0
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, give: bool = False) -> bool:
+    def reserve(self, count: int) -> list[int]:
+        """Take up to `count` states for a running request's next snapshots, so that none of them has to find room.
+
+        Of all states, at most half is ever reserved. Give them back with `give_back`.
+        """
+        found: list[int] = []
+        for _ in range(min(count, self.states.slots // 2 - self.reserved)):
+            if not self.states.can_allocate() and not self._evict_state(self.root):
+                break
+            found += self.states.allocate(1, owner="a running request")
+        self.reserved += len(found)
+        return found
+
+    def give_back(self, buffers: list[int]) -> None:
+        """What `reserve` gave, where it was not used."""
+        self.states.free(buffers)
+        self.reserved -= len(buffers)
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        slot: int,
+        give: bool = False,
+        folded: bool = False,
+        buffers: list[int] | None = None,
+    ) -> bool:
         """Keep the state of a running request's `slot`, which is the one after all of `tokens`, whose pages are given.
 
-        With `give` the request writes to its last page no more, so that it need not be copied. False when there was no
-        room, or the state is there already; the pages may have been kept all the same.
+        With `give` the request writes to its last page no more, so that it need not be copied. With `folded` the
+        tokens end at the slot's last fold, and its ring is left out. Of `buffers` (`reserve`) one is taken, if there is
+        one. False when there was no room, or the state is there already; the pages may have been kept all the same.
         """
+        source = _Source(slot, folded, buffers)
         size = self.pages.page_size
         if len(pages) != self.pages.pages_for(len(tokens)) or not tokens:
             raise CacheStateError(
                 f"{len(tokens)} tokens take {self.pages.pages_for(len(tokens))} pages of {size}, given are {len(pages)}"
             )
-        place = self.root
-        for index in range(len(tokens) // size):
-            key = tuple(tokens[index * size : (index + 1) * size])
-            child = place.children.get(key)
+        place, raw, step = self.root, packed(tokens), size * WIDE
+        known, whole = 0, len(tokens) // size
+        for known in range(whole + 1):
+            child = place.children.get(raw[known * step : (known + 1) * step]) if known < whole else None
             if child is None:
-                (page,) = self.pages.share([pages[index]])
-                child = place.children[key] = Place(key, page, place, place.depth + size)
-                self._used[child] = None
+                break
+            place = child
+        for page in self.pages.share(pages[known:whole]):
+            key = raw[place.depth * WIDE : place.depth * WIDE + step]
+            child = Place(key, page, place, place.depth + size)
+            _hang(place, "children", child)
+            self._used[child] = None
             place = child
         self._touch(place)
-        rest = tuple(tokens[place.depth :])
-        if rest:
-            known = place.tails.get(rest)
-            if known is not None:
-                self._touch(known)
+        if rest := raw[place.depth * WIDE :]:
+            old = place.tails.get(rest)
+            if old is not None:
+                self._touch(old)
                 return False
             # making room for the tail must not take away what it hangs on, whose page may be the cache's alone
             held = [] if place is self.root else self.pages.share([place.page])
             try:
-                return self._insert_tail(place, rest, pages[-1], slot, give)
+                return self._insert_tail(place, rest, pages[-1], source, give)
             finally:
                 self.pages.free(held)
         if place.state is not None:
             return False
-        return self._keep_state(place, slot)
+        return self._keep_state(place, source)
 
     def evict_pages(self, wanted: int) -> int:
         """Give up least recently used places until `wanted` pages became free; returns how many did."""
@@ -221,7 +283,7 @@ class PrefixCache:
             place = todo.pop()
             below = [*place.children.values(), *place.tails.values()]
             for one in below:
-                if one.depth != place.depth + len(one.key) or one.parent is not place:
+                if one.depth != place.depth + len(one.key) // WIDE or one.parent is not place:
                     raise CacheStateError(f"a place of depth {one.depth} hangs at one of {place.depth}")
                 if self.pages.owners(one.page) < 1:
                     raise CacheStateError(f"page {one.page} of a cached prefix has no owner")
@@ -230,30 +292,38 @@ class PrefixCache:
         states = sorted(place.state for place in found if place.state is not None)
         if len(found) != len(self._used) or set(found) != set(self._used):
             raise CacheStateError(f"{len(found)} places hang in the tree, {len(self._used)} are in its list")
-        if len(set(states)) != len(states) or len(states) != self.states.used_slots:
-            raise CacheStateError(f"places hold states {states}, the pool has {self.states.used_slots} in use")
+        if len(set(states)) != len(states) or len(states) + self.reserved != self.states.used_slots:
+            used = self.states.used_slots
+            raise CacheStateError(f"places hold states {states}, requests {self.reserved}; the pool has {used} in use")
 
-    def _insert_tail(self, place: Place, rest: Key, page: int, slot: int, give: bool) -> bool:
-        if give:
+    def _insert_tail(self, place: Place, rest: Key, page: int, source: _Source, give: bool) -> bool:
+        # a page that is known elsewhere as a whole one would have two places here, and none could give it up
+        if give and self.pages.owners(page) == 1:
             (mine,) = self.pages.share([page])
         elif self.pages.can_allocate() or self.evict_pages(1):
             (mine,) = self.pages.allocate(1)
             self.pages.copy(page, mine)
         else:
             return False
-        tail = place.tails[rest] = Place(rest, mine, place, place.depth + len(rest))
+        tail = Place(rest, mine, place, place.depth + len(rest) // WIDE)
+        _hang(place, "tails", tail)
         self._used[tail] = None
-        if self._keep_state(tail, slot):
+        if self._keep_state(tail, source):
             self._touch(tail)
             return True
         self._remove(tail)
         return False
 
-    def _keep_state(self, place: Place, slot: int) -> bool:
-        if not self.states.can_allocate() and not self._evict_state(place):
+    def _keep_state(self, place: Place, source: _Source) -> bool:
+        if source.buffers:
+            state = source.buffers.pop()
+            self.reserved -= 1
+        elif self.states.can_allocate() or self._evict_state(place):
+            (state,) = self.states.allocate(1, owner=place.depth)
+        else:
             return False
-        (place.state,) = self.states.allocate(1, owner=place.depth)
-        self.slots.copy_to(slot, self.states, place.state)
+        (self.slots.copy_folded_to if source.folded else self.slots.copy_to)(source.slot, self.states, state)
+        place.state = state
         self._stated[place] = None
         self.stats.snapshots += 1
         return True
@@ -301,3 +371,11 @@ class PrefixCache:
             if node.state is not None:
                 self._stated.move_to_end(node)
             node = node.parent
+
+
+def _hang(place: Place, where: str, below: Place) -> None:
+    found: Below = getattr(place, where)
+    if found is _NOTHING:
+        found = {}
+        setattr(place, where, found)
+    found[below.key] = below
