@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from replayssm.errors import DeviceError
 from replayssm.kernels.choose import backend
@@ -15,11 +16,15 @@ def test_every_backend_offers_every_operation():
 class Recorder:
     """A backend that says who was called, and may refuse."""
 
-    def __init__(self, name, refuses=None):
-        self.__name__, self.refuses, self.calls = name, refuses, []
+    def __init__(self, name, refuses=None, too_long=None):
+        self.__name__, self.refuses, self.too_long, self.calls, self.asked = name, refuses, too_long, [], []
 
     def supports(self, state):
         return self.refuses(state) if callable(self.refuses) else self.refuses
+
+    def verifies(self, *window):
+        self.asked.append(window)
+        return self.too_long
 
     def __getattr__(self, op):
         return lambda *args: self.calls.append((op, args))
@@ -51,7 +56,39 @@ def test_a_gpu_call_takes_the_first_kernels_that_apply(monkeypatch, caplog, gluo
     assert said == ([] if taken == 0 else [f"decode and flush: portable, since {why}"])
 
 
-REST = ("materialize", "causal_conv_update", "advance_cursors", "gather_cursors", "force_flush_mask")
+@pytest.mark.parametrize(
+    ("gluon", "portable", "taken"),
+    [
+        (Recorder("gluon"), Recorder("portable"), 0),
+        (Recorder("gluon", "K = 33"), Recorder("portable"), 1),
+        (Recorder("gluon", too_long="T = 9"), Recorder("portable"), 1),
+        (None, Recorder("portable"), 1),
+        (None, None, 2),
+    ],
+)
+def test_a_window_takes_the_first_kernels_that_apply(monkeypatch, caplog, gluon, portable, taken):
+    from replayssm.kernels import cuda
+
+    plain = Recorder("torch")
+    monkeypatch.setattr(cuda, "_modules", lambda: (gluon, portable, "no reason"))
+    monkeypatch.setattr(cuda, "_torch", lambda: plain)
+    cuda._say.cache_clear()
+    args = tuple(torch.empty(1, 2, 3 + i) for i in range(19))
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            cuda.replay_verify(*args)
+    assert (gluon, portable, plain)[taken].calls == [("replay_verify", args)] * 2
+    if gluon:
+        assert gluon.asked == [] if gluon.refuses else [(args[6], args[0], args[10], 9)] * 2
+    name, why = ("portable", "torch")[taken - 1], (gluon and (gluon.refuses or gluon.too_long)) or "no reason"
+    said = [record.message for record in caplog.records]
+    assert said == ([] if taken == 0 else [f"verify on a ring: {name}, since {why}"])
+
+
+REST = (
+    "materialize", "causal_conv_update", "advance_cursors", "gather_cursors", "force_flush_mask", "packed_verify",
+    "causal_conv_verify", "commit_cursors", "commit_conv", "commit_snapshot", "commit_kv_replay",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("triton", [True, False])
@@ -79,7 +116,10 @@ def test_the_real_modules_offer_what_is_taken_from_them():
     from replayssm.kernels import cuda, torch_backend
 
     gluon, portable, _ = cuda._modules()
-    for module, names in ((portable, cuda.__all__), (gluon, ("replay_decode", "packed_decode", "flush", "supports"))):
+    for module, names in (
+        (portable, cuda.__all__),
+        (gluon, ("replay_decode", "packed_decode", "replay_verify", "flush", "supports", "verifies")),
+    ):
         assert module is None or all(callable(getattr(module, name)) for name in names)
     assert set(cuda.__all__) == set(torch_backend.__all__)
 

@@ -175,3 +175,37 @@ def test_a_committed_window_that_fills_the_ring_then_a_short_one_then_a_plain_st
     out, _, _ = run_replay(lay, tensors, part(done, done + 1), slot, cursors)
     want, _ = lay.serial(state, part(0, done + 1))
     tolerance.assert_close(out[0], want[-1], FP64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_on_a_ring_equal_serial(kind):
+    """Rows of 0 to T tokens, kept in part, forced flushes and full rings: outputs, cursors and flushed states."""
+    lay, slots, length = layer(kind, (1, 2, 6, 4), ring_len=5), int32(3, -1, 0), 5
+    gen, stream, state = torch.Generator().manual_seed(4), lay.tokens(110, 3), lay.state(4)
+    tensors, cursors, done = pools(lay, 4, state), [0] * 4, [0, 0, 0]
+    for _ in range(20):
+        m = torch.randint(0, 6, (3,), generator=gen).int()
+        force = (torch.rand(3, generator=gen) < 0.2).int()
+        window = [
+            torch.stack([x[done[row] : done[row] + 5, row] for row in range(3)]) for x in stream[:]
+        ]  # fmt: skip
+        pos = int32(*(cursors[s] if s >= 0 else 99 for s in slots.tolist()))
+        out, tensors = reference.ring_verify(
+            *window, lay.A_log, lay.dt_bias, None, *tensors, slots, pos, m, force, **lay.gate_args
+        )
+        assert not out[1].any()
+        for row, slot in ((0, 3), (2, 0)):
+            seen, count = done[row], int(m[row])
+            part = type(stream)(*(x[: seen + count, row : row + 1] for x in stream[:]))
+            start = state[slot : slot + 1]
+            if count:
+                tolerance.assert_close(out[row, :count], lay.serial(start, part)[0][seen:, 0], FP64, "outputs")
+            assert not out[row, count:].any()
+            kept = int(torch.randint(0, count + 1, (), generator=gen))
+            cursors[slot] = reference.commit_cursor(cursors[slot], count, kept, length, bool(force[row]))
+            done[row] += kept
+            flushed = reference.flush(*tensors, int32(slot), int32(cursors[slot]))[slot]
+            if done[row]:
+                part = type(stream)(*(x[: done[row], row : row + 1] for x in stream[:]))
+                tolerance.assert_close(flushed, lay.serial(start, part)[1][0], FP64, "state")
+    assert max(done) > 12

@@ -1,6 +1,6 @@
 """The backend of CUDA devices: explicit-layout kernels where they apply, else portable ones, else torch.
 
-Decode and flush have explicit-layout kernels. The other operations are bound by their few bytes in any layout, so
+Decode, verify and flush have explicit-layout kernels. The other operations are bound by few bytes in any layout, so
 they take the portable kernels. With Triton nothing here reads the device, and a CUDA graph can hold every operation.
 
 All kernels share one ring format: d fp32, raw k in the activation dtype, per-step log decay floored at -200. Which
@@ -20,12 +20,19 @@ from torch import Tensor
 __all__ = [
     "advance_cursors",
     "causal_conv_update",
+    "causal_conv_verify",
+    "commit_conv",
+    "commit_cursors",
+    "commit_kv_replay",
+    "commit_snapshot",
     "flush",
     "force_flush_mask",
     "gather_cursors",
     "materialize",
     "packed_decode",
+    "packed_verify",
     "replay_decode",
+    "replay_verify",
 ]
 
 logger = logging.getLogger(__name__)
@@ -72,7 +79,52 @@ def force_flush_mask(*args: Any) -> None:
     _portable().force_flush_mask(*args)
 
 
+def replay_verify(mixed_qkv: Tensor, *args: Any) -> None:
+    """See `torch_verify.replay_verify`: same arguments."""
+    state, d_cache, out = args[5], args[6], args[9]
+    gluon, portable, why = _modules()
+    if gluon is not None:
+        why = gluon.supports(state) or gluon.verifies(state, mixed_qkv, out, d_cache.shape[2])
+        if why is None:
+            gluon.replay_verify(mixed_qkv, *args)
+            return
+    chosen = portable or _torch()
+    _say(_WINDOWS, chosen.__name__, why)
+    chosen.replay_verify(mixed_qkv, *args)
+
+
+def packed_verify(*args: Any) -> None:
+    """See `torch_verify_packed.packed_verify`: same arguments."""
+    _portable().packed_verify(*args)
+
+
+def causal_conv_verify(*args: Any) -> None:
+    """See `torch_commit.causal_conv_verify`: same arguments."""
+    _portable().causal_conv_verify(*args)
+
+
+def commit_cursors(*args: Any) -> None:
+    """See `torch_commit.commit_cursors`: same arguments."""
+    _portable().commit_cursors(*args)
+
+
+def commit_conv(*args: Any) -> None:
+    """See `torch_commit.commit_conv`: same arguments."""
+    _portable().commit_conv(*args)
+
+
+def commit_snapshot(*args: Any) -> None:
+    """See `torch_commit.commit_snapshot`: same arguments."""
+    _portable().commit_snapshot(*args)
+
+
+def commit_kv_replay(*args: Any) -> None:
+    """See `torch_verify_packed.commit_kv_replay`: same arguments."""
+    _portable().commit_kv_replay(*args)
+
+
 _SOME = "decode and flush"
+_WINDOWS = "verify on a ring"
 _REST = "conv update, materialize and cursors"
 
 

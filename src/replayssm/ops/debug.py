@@ -51,6 +51,30 @@ def check_write_pos(write_pos: Tensor, indices: Tensor, ring_len: int, full: boo
         raise SlotError(f"write_pos holds {', '.join(bad)}, but a ring of length {ring_len} allows 0…{high}")
 
 
+def check_counts(name: str, counts: Tensor, indices: Tensor, limit: int, what: str) -> None:
+    """Tokens of live rows are 0 … limit, else `SlotError`; `what` is the name of the limit."""
+    if not _enabled:
+        if counts.device.type != "cpu" or not len(counts):
+            return
+        low, top = counts.aminmax()
+        if int(low) >= 0 and int(top) <= limit:
+            return
+    pairs = zip(indices.tolist(), counts.tolist(), strict=True)
+    bad = [f"{count} (slot {slot})" for slot, count in pairs if slot >= 0 and not 0 <= count <= limit]
+    if bad:
+        raise SlotError(f"{name} holds {', '.join(bad)}, but {what} = {limit} allows 0…{limit}")
+
+
+def check_accepted(accepted: Tensor, indices: Tensor, lengths: Tensor) -> None:
+    """Live rows keep at least 0 and at most all of their tokens, else `SlotError`."""
+    if not _enabled and accepted.device.type != "cpu":
+        return
+    rows = zip(indices.tolist(), accepted.tolist(), lengths.tolist(), strict=True)
+    bad = [f"{kept} of {length} (slot {slot})" for slot, kept, length in rows if slot >= 0 and not 0 <= kept <= length]
+    if bad:
+        raise SlotError(f"accepted holds {', '.join(bad)}; a row keeps 0 tokens up to its length")
+
+
 def check_disjoint(src: Tensor, dst: Tensor) -> None:
     """No slot of one pool is both source and destination, else `SlotError`."""
     if not _enabled:

@@ -132,6 +132,87 @@ def _causal_conv_update(
     backend(x.device.type).causal_conv_update(x, conv_state, weight, bias, ssm_state_indices, activation, out)
 
 
+def _replay_verify(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor,
+    d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, out: Tensor, ssm_state_indices: Tensor, write_pos: Tensor,
+    lengths: Tensor, force_flush: Tensor | None, use_qk_l2norm_in_kernel: bool, is_kda: bool,
+    lower_bound: float | None, beta_scale: float,
+) -> None:  # fmt: skip
+    debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
+    debug.check_write_pos(write_pos, ssm_state_indices, d_cache.shape[2], full=True)
+    debug.check_counts("lengths", lengths, ssm_state_indices, mixed_qkv.shape[1], "T")
+    if traffic.active():
+        ring = d_cache, k_cache, g_cache
+        traffic.note_verify(initial_state, ring, ssm_state_indices, write_pos, lengths, force_flush)
+    backend(initial_state.device.type).replay_verify(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, d_cache, k_cache, g_cache, out, ssm_state_indices,
+        write_pos, lengths, force_flush, use_qk_l2norm_in_kernel, is_kda, lower_bound, beta_scale,
+    )  # fmt: skip
+
+
+def _packed_verify(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor,
+    snapshots: Tensor | None, out: Tensor, ssm_state_indices: Tensor, lengths: Tensor, use_qk_l2norm_in_kernel: bool,
+    is_kda: bool, lower_bound: float | None, beta_scale: float,
+) -> None:  # fmt: skip
+    debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[0])
+    debug.check_counts("lengths", lengths, ssm_state_indices, mixed_qkv.shape[1], "T")
+    if traffic.active():
+        traffic.note_packed_verify(initial_state, ssm_state_indices, None if snapshots is None else lengths)
+    backend(initial_state.device.type).packed_verify(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, snapshots, out, ssm_state_indices, lengths,
+        use_qk_l2norm_in_kernel, is_kda, lower_bound, beta_scale,
+    )  # fmt: skip
+
+
+def _causal_conv_verify(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, ssm_state_indices: Tensor, lengths: Tensor,
+    activation: str | None, out: Tensor,
+) -> None:  # fmt: skip
+    debug.check_slots("ssm_state_indices", ssm_state_indices, conv_state.shape[0])
+    debug.check_counts("lengths", lengths, ssm_state_indices, x.shape[1], "T")
+    backend(x.device.type).causal_conv_verify(x, conv_state, weight, bias, ssm_state_indices, lengths, activation, out)
+
+
+def _commit_cursors(
+    cursor: Tensor, ssm_state_indices: Tensor, ring_len: int, lengths: Tensor, accepted: Tensor,
+    force_flush: Tensor | None,
+) -> None:  # fmt: skip
+    debug.check_slots("ssm_state_indices", ssm_state_indices, cursor.shape[0])
+    debug.check_counts("lengths", lengths, ssm_state_indices, ring_len, "L")
+    debug.check_accepted(accepted, ssm_state_indices, lengths)
+    backend(cursor.device.type).commit_cursors(cursor, ssm_state_indices, ring_len, lengths, accepted, force_flush)
+
+
+def _commit_conv(conv_state: Tensor, window: Tensor, ssm_state_indices: Tensor, accepted: Tensor) -> None:
+    debug.check_slots("ssm_state_indices", ssm_state_indices, conv_state.shape[-3])
+    debug.check_counts("accepted", accepted, ssm_state_indices, window.shape[-2], "T")
+    backend(window.device.type).commit_conv(conv_state, window, ssm_state_indices, accepted)
+
+
+def _commit_snapshot(initial_state: Tensor, snapshots: Tensor, ssm_state_indices: Tensor, accepted: Tensor) -> None:
+    debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[-4])
+    debug.check_counts("accepted", accepted, ssm_state_indices, snapshots.shape[-4], "T")
+    if traffic.active():
+        traffic.note_commit(initial_state, ssm_state_indices, accepted)
+    backend(initial_state.device.type).commit_snapshot(initial_state, snapshots, ssm_state_indices, accepted)
+
+
+def _commit_kv_replay(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, initial_state: Tensor,
+    ssm_state_indices: Tensor, accepted: Tensor, use_qk_l2norm_in_kernel: bool, is_kda: bool,
+    lower_bound: float | None, beta_scale: float,
+) -> None:  # fmt: skip
+    debug.check_slots("ssm_state_indices", ssm_state_indices, initial_state.shape[-4])
+    debug.check_counts("accepted", accepted, ssm_state_indices, mixed_qkv.shape[-2], "T")
+    if traffic.active():
+        traffic.note_commit(initial_state, ssm_state_indices, accepted)
+    backend(initial_state.device.type).commit_kv_replay(
+        mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, accepted, use_qk_l2norm_in_kernel, is_kda,
+        lower_bound, beta_scale,
+    )  # fmt: skip
+
+
 _register(
     f"replay_decode({_INPUTS}Tensor(a!) initial_state, Tensor(b!) d_cache, Tensor(c!) k_cache, Tensor(d!) g_cache, "
     f"Tensor(e!) out, Tensor ssm_state_indices, Tensor write_pos, Tensor? force_flush, {_FLAGS}) -> ()",
@@ -169,6 +250,39 @@ _register(
     "causal_conv_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor ssm_state_indices, "
     "str? activation, Tensor(b!) out) -> ()",
     _causal_conv_update,
+)
+_register(
+    f"replay_verify({_INPUTS}Tensor(a!) initial_state, Tensor(b!) d_cache, Tensor(c!) k_cache, Tensor(d!) g_cache, "
+    f"Tensor(e!) out, Tensor ssm_state_indices, Tensor write_pos, Tensor lengths, Tensor? force_flush, {_FLAGS}) -> ()",
+    _replay_verify,
+)
+_register(
+    f"packed_verify({_INPUTS}Tensor initial_state, Tensor(a!)? snapshots, Tensor(b!) out, Tensor ssm_state_indices, "
+    f"Tensor lengths, {_FLAGS}) -> ()",
+    _packed_verify,
+)
+_register(
+    "causal_conv_verify(Tensor x, Tensor conv_state, Tensor weight, Tensor? bias, Tensor ssm_state_indices, "
+    "Tensor lengths, str? activation, Tensor(a!) out) -> ()",
+    _causal_conv_verify,
+)
+_register(
+    "commit_cursors(Tensor(a!) cursor, Tensor ssm_state_indices, int ring_len, Tensor lengths, Tensor accepted, "
+    "Tensor? force_flush) -> ()",
+    _commit_cursors,
+)
+_register(
+    "commit_conv(Tensor(a!) conv_state, Tensor window, Tensor ssm_state_indices, Tensor accepted) -> ()",
+    _commit_conv,
+)
+_register(
+    "commit_snapshot(Tensor(a!) initial_state, Tensor snapshots, Tensor ssm_state_indices, Tensor accepted) -> ()",
+    _commit_snapshot,
+)
+_register(
+    "commit_kv_replay(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor(a!) initial_state, "
+    f"Tensor ssm_state_indices, Tensor accepted, {_FLAGS}) -> ()",
+    _commit_kv_replay,
 )
 
 OPS = torch.ops.replayssm

@@ -122,3 +122,64 @@ def commit(
         records = Records(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
         after.initial_state[slot] = folded(initial_state[slot].to(dtype), records).to(initial_state.dtype)
     return cursors, after
+
+
+def flushes_early(pos: int, length: int, ring_len: int, force_flush: bool = False) -> bool:
+    """Whether a row folds its ring before it appends a window of `length` tokens: else its ring might become full."""
+    return force_flush or pos + length >= ring_len
+
+
+def commit_cursor(pos: int, length: int, accepted: int, ring_len: int, force_flush: bool = False) -> int:
+    """The cursor after `accepted` of `length` tokens were kept: they follow what was in the ring, or begin it."""
+    return (0 if flushes_early(pos, length, ring_len, force_flush) else pos) + accepted
+
+
+def ring_verify(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float | None,
+    initial_state: Tensor,
+    d_cache: Tensor,
+    k_cache: Tensor,
+    g_cache: Tensor,
+    ssm_state_indices: Tensor,
+    write_pos: Tensor,
+    lengths: Tensor,
+    force_flush: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    is_kda: bool = False,
+    lower_bound: float | None = None,
+    beta_scale: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Pools]:
+    """Arguments as the op `fused_recurrent_linear_replayssm_verify`, without `out`: rows of different lengths.
+
+    Returns out [B, T, HV, V] in `dtype`, zero past a row's length, and the new pools. All records of a window are in
+    the ring, whatever will be accepted of them; a row that flushes early has its old records in the checkpoint.
+    """
+    before = Pools(initial_state, d_cache, k_cache, g_cache)
+    after = Pools(*(p.clone() for p in before))
+    out = torch.zeros(*mixed_qkv.shape[:2], *initial_state.shape[1:3], dtype=dtype)
+    for row, (slot, n, length) in enumerate(
+        zip(ssm_state_indices.tolist(), write_pos.tolist(), lengths.tolist(), strict=True)
+    ):
+        if slot < 0:
+            continue
+        mine = slice(row, row + 1)
+        out[mine, :length], window = verify(
+            mixed_qkv[mine, :length], a[mine, :length], b[mine, :length], A_log, dt_bias, scale, initial_state, d_cache,
+            k_cache, g_cache, ssm_state_indices[mine], write_pos[mine], use_qk_l2norm_in_kernel, is_kda, lower_bound,
+            beta_scale, dtype,
+        )  # fmt: skip
+        first = n
+        if flushes_early(n, length, d_cache.shape[2], force_flush is not None and bool(force_flush[row])):
+            records = read_records(before, slot, n, use_qk_l2norm_in_kernel, dtype)
+            if n:
+                after.initial_state[slot] = folded(initial_state[slot].to(dtype), records).to(initial_state.dtype)
+            first = 0
+        for t in range(length):
+            write_record(after, slot, first + t, window.d[0, t], window.k_raw[0, t], window.g[0, t])
+    return out, after

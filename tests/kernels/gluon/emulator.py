@@ -221,8 +221,26 @@ def allocate(dtype, shape, layout):
 
 
 def inline_asm(text, constraints, args, dtype, is_pure, pack):
-    assert text.startswith("ex2.approx.ftz.f32"), "the only instruction known here"
+    if text.startswith("cvt.rna.tf32.f32"):
+        return value(tf32(plain(args[0]) + 0.0, half=True))
+    assert text.startswith("ex2.approx.ftz.f32"), "an instruction that is not known here"
     return torch.exp2(f32(args[0]))
+
+
+def tf32(x: Tensor, half: bool = False) -> Tensor:
+    """fp32 cut off after 10 bits of mantissa, half: rounded, ties away from zero."""
+    bits = x.contiguous().view(torch.int32) + (0x1000 if half else 0)
+    return torch.where(x.isfinite(), (bits & ~0x1FFF).view(torch.float32), x)
+
+
+def mma_v2(x, y, total, input_precision=None):
+    """Tensor cores: operands of 16 bits as they are, fp32 ones cut off, sums in fp32."""
+    x, y = (plain(t) for t in (x, y))
+    assert x.dtype == y.dtype
+    if x.dtype == torch.float32:
+        assert input_precision == "tf32"
+        x, y = tf32(x), tf32(y)
+    return value(plain(total) + x.float() @ y.float())
 
 
 def f32(x):
@@ -257,7 +275,9 @@ def namespace() -> ModuleType:
         where=where, reduce=lambda xs, axis, combine: tuple(x.sum(axis) for x in torch.broadcast_tensors(*xs)),
         reshape=lambda x, shape: x.reshape(shape), convert_layout=lambda x, layout, assert_trivial=False: x,
         associative_scan=lambda x, axis, combine: x.cumsum(axis), static_range=range, shared_memory_descriptor=Shared,
-        warp_specialize=specialize, allocate_shared_memory=allocate,
+        warp_specialize=specialize, allocate_shared_memory=allocate, NVMMADistributedLayout=layout,
+        DotOperandLayout=layout, thread_barrier=lambda: None, join=lambda x, y: torch.stack((x, y), -1),
+        permute=lambda x, order: x.permute(order),
     )  # fmt: skip
     return gl
 
@@ -318,7 +338,7 @@ def emulated():
         "triton.experimental.gluon": gluon,
         base: gl,
         f"{base}.nvidia": module("nvidia"),
-        f"{base}.nvidia.ampere": module("ampere", async_copy=copies),
+        f"{base}.nvidia.ampere": module("ampere", async_copy=copies, mma_v2=mma_v2),
         f"{base}.nvidia.hopper": module("hopper", mbarrier=barriers, tma=bulk),
         "triton.experimental.gluon.nvidia": module("nvidia"),
         "triton.experimental.gluon.nvidia.hopper": module("hopper", TensorDescriptor=Descriptor),

@@ -13,13 +13,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from replayssm.kernels.gluon import launch
 from replayssm.kernels.gluon.fold import fold_rows
 from replayssm.kernels.gluon.fused import replay_fused
-from replayssm.kernels.gluon.launch import Launch, Stream
+from replayssm.kernels.gluon.launch import Launch, Stream, Window
 from replayssm.kernels.gluon.layouts import tile_layout
 from replayssm.kernels.gluon.packed import packed
 from replayssm.kernels.gluon.stream import replay_stream
+from replayssm.kernels.gluon.verify import append_keys, verify
 
 _GLUON_TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _LEAST, _MOST, _PIECE = 32, 256, 16  # K and V
+_TOKENS, _WINDOW_RING = 8, 32  # of a window: beyond, what one thread holds would not fit its registers
 
 
 def supports(initial_state: Tensor) -> str | None:
@@ -97,6 +99,73 @@ def replay_decode(
             replay_fused[(rows * hv * (v_dim // params.rows),)](
                 *tensors, bound, beta_scale, *strides, **sizes, KP=launch.padded(k_dim), **params.constants,
                 **params.options,
+            )  # fmt: skip
+
+
+def verifies(initial_state: Tensor, mixed_qkv: Tensor, out: Tensor, ring_len: int) -> str | None:
+    """Why `replay_verify` cannot take a window on a state that `supports` takes, or None."""
+    v_dim, k_dim = initial_state.shape[2:]
+    tokens = mixed_qkv.shape[1]
+    if not {v_dim, k_dim} <= {64, 128}:
+        return f"K = {k_dim}, V = {v_dim}; a window takes 64 and 128"
+    if initial_state.stride(0) % k_dim:
+        return f"slot stride {initial_state.stride(0)} of the state is no multiple of K = {k_dim}"
+    if tokens > _TOKENS or ring_len > _WINDOW_RING:
+        return f"T = {tokens}, L = {ring_len}; a window takes up to {_TOKENS} tokens and rings up to {_WINDOW_RING}"
+    if max(mixed_qkv.stride(1), out.stride(1)) * tokens >= 2**31:
+        return "tokens of a window are more than 2**31 elements apart"
+    return None
+
+
+def replay_verify(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    d_cache: Tensor,
+    k_cache: Tensor,
+    g_cache: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    write_pos: Tensor,
+    lengths: Tensor,
+    force_flush: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    is_kda: bool,
+    lower_bound: float | None,
+    beta_scale: float,
+    params: Window | None = None,
+) -> None:
+    """A window of T tokens on a ring, if `verifies` says nothing against it. `params` overrides the launch table."""
+    _, hv, v_dim, k_dim = initial_state.shape
+    (rows, tokens), length, h = mixed_qkv.shape[:2], d_cache.shape[2], k_cache.shape[1]
+    if params is None:
+        params = launch.verify(is_kda, initial_state.element_size(), tokens, length)
+    a, b = near(a), near(b)
+    slots, pos, counts = (x.contiguous() for x in (ssm_state_indices, write_pos, lengths))
+    force = pos if force_flush is None else force_flush.contiguous()
+    bound = 0.0 if lower_bound is None else float(lower_bound)
+    sizes: dict[str, Any] = dict(
+        H=h, HV=hv, K=k_dim, V=v_dim, L=length, LP=launch.padded(length, 8), T=tokens,
+        TP=launch.padded(tokens, params.warps), KDA=is_kda, BOUNDED=lower_bound is not None,
+        L2NORM=use_qk_l2norm_in_kernel, FORCE=force_flush is not None,
+    )  # fmt: skip
+    with torch.cuda.device(initial_state.device):
+        verify[(rows * hv,)](
+            tiles_of(initial_state, params.chunk), mixed_qkv, a, b, A_log.contiguous(), dt_bias.contiguous(), scale,
+            initial_state, d_cache, k_cache, g_cache, out, slots, pos, counts, force, bound, beta_scale,
+            initial_state.stride(0) // k_dim, *mixed_qkv.stride()[:2], *a.stride()[:3], a.stride(3) if is_kda else 1,
+            *b.stride(), *out.stride()[:2], *(x.stride(0) for x in (initial_state, d_cache, k_cache, g_cache)),
+            **sizes, **params.constants(v_dim), **params.options,
+        )  # fmt: skip
+        if hv != h:
+            append_keys[(rows * tokens,)](
+                mixed_qkv, k_cache, slots, pos, counts, force, *mixed_qkv.stride()[:2], k_cache.stride(0), H=h,
+                K=k_dim, L=length, T=tokens, FORCE=force_flush is not None, WIDE=launch.padded(h * k_dim),
+                **launch.APPEND,
             )  # fmt: skip
 
 

@@ -93,9 +93,37 @@ class Stream:
         return _EARLY | dict(num_warps=self.warps, maxnreg=self.maxnreg)
 
 
+@dataclass(frozen=True)
+class Window:
+    """`verify`: a program for every value head of a row.
+
+    chunk: rows of V copied and read at once (CH), 16 for each warp; buffers: such chunks in shared memory; warps: per
+    program; per_sm: programs that a multiprocessor should hold; tensor: products with the state on tensor cores, from
+    exact pieces; maxnreg: register cap.
+    """
+
+    chunk: int
+    buffers: int
+    warps: int
+    per_sm: int = 2
+    tensor: bool = True
+    maxnreg: int | None = None
+
+    def constants(self, v_dim: int) -> dict[str, Any]:
+        """Of the kernel."""
+        buffers = min(self.buffers, v_dim // self.chunk)
+        return dict(CH=self.chunk, BUFFERS=buffers, NW=self.warps, TENSOR=self.tensor)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of Triton."""
+        return _EARLY | dict(num_warps=self.warps) | ({} if self.maxnreg is None else dict(maxnreg=self.maxnreg))
+
+
 FUSED: dict[str, Any] = dict(enable_fp_fusion=True)  # multiply-adds, whatever the version's default
 # A kernel may be put on the GPU while the one before it drains; it waits for its end before it reads anything.
 _EARLY: dict[str, Any] = dict(launch_pdl=True, **FUSED)
+APPEND: dict[str, Any] = dict(num_warps=4, **_EARLY)  # keys of windows
 
 # (KDA, bytes of a state element) -> ((largest number of heads in the batch, row), ...); None: no limit.
 # Timed with K = V = 128 and 32 value heads at B = 8, 16, 32, 64 and 256, packed also at 1 (some at 2 and 4); limits lie
@@ -141,6 +169,15 @@ PACKED: Table = {
 }
 
 
+# Chosen from registers and shared memory, so that four programs fit a multiprocessor; not timed yet.
+VERIFY: dict[tuple[bool, int], Window] = {
+    (False, 4): Window(64, 1, 4, per_sm=4, maxnreg=128),
+    (False, 2): Window(64, 2, 4, per_sm=4, maxnreg=128),
+    (True, 4): Window(64, 1, 4, per_sm=4, maxnreg=128),
+    (True, 2): Window(64, 2, 4, per_sm=4, maxnreg=128),
+}
+
+
 def _choose(table: Table, is_kda: bool, elem_bytes: int, heads: int) -> Any:
     for limit, row in table[is_kda, elem_bytes]:
         if limit is None or heads <= limit:
@@ -161,6 +198,12 @@ def packed(is_kda: bool, elem_bytes: int, heads: int, v_dim: int, k_dim: int) ->
     """The row for packed decode."""
     row: Launch = _choose(PACKED, is_kda, elem_bytes, heads)
     return row.fit(v_dim, k_dim, elem_bytes, 1)
+
+
+def verify(is_kda: bool, elem_bytes: int, tokens: int, ring_len: int) -> Window:
+    """The row for a window on a ring. Its register cap is for 4 tokens and 16 records: with more it would spill."""
+    row = VERIFY[is_kda, elem_bytes]
+    return row if tokens <= 4 and ring_len <= 16 else replace(row, per_sm=2, maxnreg=None)
 
 
 def fold(elem_bytes: int, v_dim: int, k_dim: int, ring_len: int) -> Launch:

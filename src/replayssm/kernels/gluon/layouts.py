@@ -116,6 +116,15 @@ def as_columns(tile, N: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def as_vectors(tile, N: gl.constexpr, K: gl.constexpr):
+    """A shared tile [N, K] of fp32 as N vectors."""
+    if _REINTERPRET_IS_PUBLIC:
+        return tile.reinterpret(gl.float32, [N, K], flat())
+    else:
+        return tile._reinterpret(gl.float32, [N, K], flat())
+
+
+@gluon.jit
 def one_by_one(vectors, N: gl.constexpr):
     """Shared vectors of fp32 as [N, 1], so that every lane can take one number."""
     if _REINTERPRET_IS_PUBLIC:

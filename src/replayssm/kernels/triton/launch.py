@@ -41,8 +41,10 @@ DECODE: dict[tuple[Kind, int], list[tuple[int, Row]]] = {
 }
 FOLD = Row(32, 1, 4)
 UNROLL = 2  # records of a fold whose loads overlap
+WINDOW_UNROLL = 2  # tokens of a window whose loads overlap
 CONV_TILE, CONV_COLUMNS = (256, 4), (512, 4)  # channels of a program and its warps, by the layout of the windows
 CURSOR_ROWS = 256
+COPY = (2048, 4)  # elements of a program that copies, and its warps
 
 # No autotuning, no software pipelining, and fused multiply-adds whatever the version's default.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
