@@ -131,7 +131,7 @@ class Churn:
     def break_a_launch(self):
         launch = self.engine.runner.launch
 
-        def broken(step):
+        def broken(step, drafts=None):
             self.engine.runner.launch = launch
             if self.rng.random() < 0.5:
                 launch(step)  # and then its tokens are lost

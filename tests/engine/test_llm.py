@@ -124,7 +124,7 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(overlap, where, error):
         owner, name = {
             "schedule": (engine.scheduler, "schedule"), "decode": (engine.runner, "_decode"),
             "prefill": (engine.runner, "_prefill"), "sample": (engine.runner, "_sample"),
-            "collect": (engine, "_accept"), "after": (engine, "step"),
+            "collect": (engine, "_append"), "after": (engine, "step"),
         }[where]  # fmt: skip
         whole, left = getattr(owner, name), [0]
 
@@ -154,16 +154,16 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(overlap, where, error):
 
 def test_one_failing_request_is_reported_and_the_others_go_on():
     with llm_of(max_requests=3) as llm:
-        accept, prompts = llm.engine._accept, prompts_of(SMALL)
+        accept, prompts = llm.engine._append, prompts_of(SMALL)
 
         def failing(request, token, logprob, now):
             if request.prompt == list(prompts[4]) and len(request.output) == 3:
                 raise ValueError("bad luck")
-            accept(request, token, logprob, now)
+            return accept(request, token, logprob, now)
 
-        llm.engine._accept = failing
+        llm.engine._append = failing
         found = llm.generate(prompts, greedy())
-        llm.engine._accept = accept
+        llm.engine._append = accept
         for i, (result, prompt) in enumerate(zip(found, prompts, strict=True)):
             (one,) = result.outputs
             want = stock(SMALL, prompt)
@@ -344,14 +344,14 @@ def test_a_root_that_fails_does_not_end_its_forks():
     """The last thing that a stream says has the reasons of all outputs."""
 
     async def work(llm):
-        accept = llm.engine._accept
+        accept = llm.engine._append
 
         def failing(request, token, logprob, now):
             if request.index == 0 and len(request.output) == 2:
                 raise ValueError("bad luck")
-            accept(request, token, logprob, now)
+            return accept(request, token, logprob, now)
 
-        llm.engine._accept = failing
+        llm.engine._append = failing
         found = await llm.generate(GOOD, SamplingParams(seed=1, max_tokens=12, n=3))
         assert [one.finish_reason for one in found.outputs] == ["error", "length", "length"]
         assert [len(one.token_ids) for one in found.outputs] == [2, 12, 12]

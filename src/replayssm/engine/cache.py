@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from replayssm.engine.windows import LayerWindow, Windows
 from replayssm.kernels.policy import Route
 from replayssm.models.cache import DecodeLayer
 from replayssm.spec import LayerSpec
@@ -39,6 +40,8 @@ class Rows:
         route: whether a decode step uses the ring.
         force_flush: [B] int32 or None, rows that fold at this step.
         paged: attention reads the pages themselves (decode only).
+        windows, lengths: the step takes T tokens of each request, of which the first `lengths` [B] int32 count. To the
+            rest of the model each of the B·T is a row: `write` is [B·T], `read` [B·T, S]. None without drafts.
     """
 
     phase: Phase
@@ -50,11 +53,15 @@ class Rows:
     route: Route = "replay"
     force_flush: Tensor | None = None
     paged: bool = False
+    windows: Windows | None = None
+    lengths: Tensor | None = None
 
     @property
     def length(self) -> int:
         """S, tokens of a context."""
-        return self.write.shape[0] // self.slots.shape[0] if self.read is None else self.read.shape[1]
+        if self.read is not None:
+            return self.read.shape[1]
+        return self.write.shape[0] // self.slots.shape[0] if self.phase == "prefill" else 1
 
 
 class _Current:
@@ -68,10 +75,18 @@ class SlotLayer(DecodeLayer):
 
     def __init__(self, pool: SlotPool, index: int, current: _Current) -> None:
         super().__init__()
-        self.current = current
+        self.current, self.index = current, index
         self.views = pool.layer(index)
 
     # What a decode step asks (models.layers).
+
+    @property
+    def window(self) -> LayerWindow | None:  # type: ignore[override]
+        """What reads several tokens of each request."""
+        rows = self.current.rows
+        if rows.windows is None or rows.lengths is None:
+            return None
+        return LayerWindow(rows.windows, self.index, rows.slots, rows.lengths, rows.cursor)
 
     @property
     def force_flush(self) -> Tensor | None:  # type: ignore[override]

@@ -9,12 +9,14 @@ from itertools import count
 from operator import index
 from typing import Any
 
+from replayssm.engine.drafters import Drafter, NgramDrafter
 from replayssm.engine.grammar import Grammars
 from replayssm.engine.options import BUFFERS, EngineOptions
+from replayssm.engine.pace import DraftPace
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Logprob, Reason, Request, Saved
-from replayssm.engine.runner import Flight, Runner, needs_history
-from replayssm.engine.scheduler import Chunk, Scheduler
+from replayssm.engine.runner import Flight, Result, Runner, needs_history
+from replayssm.engine.scheduler import Chunk, Scheduler, Step
 from replayssm.engine.setup import EngineParts, build
 from replayssm.engine.stats import EngineStats
 from replayssm.engine.text import TextStream
@@ -47,8 +49,10 @@ class Engine:
         self.runner = Runner(
             loaded.model, self.slots, self.pages, parts.linear, self.vocabulary, self.stops,
             self.pages.pages_for(self.context), self.options.mode, self.options.snapshot_interval,
-            parts.gathered_tokens, parts.graphs, parts.paged,
+            parts.gathered_tokens, parts.graphs, parts.paged, parts.windows,
         )  # fmt: skip
+        self.drafter: Drafter | None = NgramDrafter() if self.options.spec == "ngram" else None
+        self.pace = DraftPace(self.options.spec_tokens, self.options.spec_adaptive)
         self._buffers = BUFFERS if self.options.prefix_strategy == "extra_buffer" else 0
         self.prefix = None if parts.states is None else PrefixCache(self.slots, self.pages, parts.states)
         if self.prefix is not None:
@@ -59,6 +63,8 @@ class Engine:
         )  # fmt: skip
         on_gpu = self.slots.device.type == "cuda"
         self.overlap = on_gpu if self.options.overlap is None else self.options.overlap
+        if self.options.spec is not None:
+            self.overlap = False  # what comes next depends on how many drafts were right
         self._flight: Flight | None = None
         self._ids, self._random_bits = count(), random_bits(loaded.model)
         self._listeners: dict[Request, Listener] = {}
@@ -133,8 +139,9 @@ class Engine:
         step = self.scheduler.schedule()
         flight = None
         if step:
+            started = time.perf_counter()
             try:
-                flight = self.runner.launch(step)
+                flight = self.runner.launch(step, self._drafts(step))
             except BaseException as error:  # the others go on; what this step left in slots and pages is nobody's
                 taken = [*step.decode, *(one for chunk in step.prefill for one in chunk.requests)]
                 for request in taken:
@@ -149,6 +156,8 @@ class Engine:
         self._collect(before)
         if not self.overlap:
             self.drain()
+        if self.options.spec is not None and flight is not None and not step.prefill:
+            self.pace.measured(len(step.decode), flight.width, time.perf_counter() - started)
 
     def drain(self) -> None:
         """Read the tokens that are in flight."""
@@ -174,20 +183,70 @@ class Engine:
             self._finish(request, "abort")
         self.drain()
 
+    def _drafts(self, step: Step) -> dict[Request, list[int]]:
+        """Tokens that may follow the newest one of the requests that decode, with pages for them."""
+        if self.drafter is None or not step.decode:
+            return {}
+        most = [self._room(request, len(step.decode)) for request in step.decode]
+        drafts = self.drafter.propose(step.decode, most)
+        found = {}
+        for request, tokens in zip(step.decode, drafts, strict=True):
+            found[request] = tokens[: self.scheduler.stretch(request, len(tokens))]
+        return found
+
+    def _room(self, request: Request, rows: int) -> int:
+        """Drafts that a request may have. Penalties and grammars depend on every token, so theirs are none."""
+        if needs_history([request]):
+            return 0
+        return max(0, min(self.pace.wanted(request, rows), request.limit - request.length - 1))
+
     def _collect(self, flight: Flight | None) -> None:
         if flight is None:
             return
         results = flight.results()
         now = time.perf_counter()
-        for request, token, logprob in results:
-            if request.finished:  # it ended while this step was on its way
+        # All tokens are entered before any window is kept, and all windows before anybody hears of a token: who hears
+        # may end requests, and a state that is left behind must be that of the tokens.
+        entered = [(result, self._enter(result, now)) for result in results]
+        if flight.window is not None:
+            self.runner.commit(flight.window, [kept for result, (kept, _, _) in entered if result.drafts is not None])
+        for result, (kept, text, reason) in entered:
+            request = result.request
+            if request.finished:  # it ended while this step was on its way, or since
                 continue
-            try:
-                self._accept(request, token, logprob, now)
-            except Exception as error:  # one request's trouble must not become the others'
-                self._fail([request], error)
+            if request.error is not None:
+                self._finish(request, "error")
+            elif reason is not None:
+                self._finish(request, reason, text)
+            else:
+                self._go_on(request, kept, text)
 
-    def _accept(self, request: Request, token: int, logprob: Logprob | None, now: float) -> None:
+    def _enter(self, result: Result, now: float) -> tuple[int, str, Reason | None]:
+        """Append the tokens of a row up to its end; returns how many, their text, and the reason for the end."""
+        request, text = result.request, ""
+        if request.finished:
+            return 0, "", None
+        kept = 0
+        try:
+            for token, logprob in zip(result.tokens, result.logprobs, strict=True):
+                kept += 1
+                new, reason = self._append(request, token, logprob, now)
+                text += new
+                if reason is not None:
+                    return kept, text, reason
+        except Exception as error:  # one request's trouble must not become the others'
+            request.error = f"{type(error).__name__}: {error}"
+        finally:
+            if result.drafts:
+                right = min(kept, len(result.tokens) - 1)
+                request.drafted += len(result.drafts)
+                request.drafts_kept += right
+                self.pace.learn(request, len(result.drafts), right)
+                self.stats.drafts(len(result.drafts), right)
+        return kept, text, None
+
+    def _append(self, request: Request, token: int, logprob: Logprob | None, now: float) -> tuple[str, Reason | None]:
+        """One token more; its text, and the reason if it ends the request."""
         self.stats.token(request, now)
         request.tokens.append(token)
         request.first_token = request.first_token or now
@@ -202,13 +261,20 @@ class Engine:
             ends = request.stream.stopped is not None
         if request.matcher is not None:
             ends = request.matcher.accept(token) or ends
-        if ends or len(request.tokens) >= request.limit:
-            self._finish(request, "stop" if ends else "length", text)
-            return
-        if request.computed % self.options.prefix_interval == 0:
+        full = len(request.tokens) >= request.limit
+        return text, "stop" if ends else "length" if full else None
+
+    def _go_on(self, request: Request, kept: int, text: str) -> None:
+        """After `kept` tokens that did not end it: keep a state where it is due, and tell the listener."""
+        interval = self.options.prefix_interval
+        # windows may step over the multiple
+        if self.prefix is not None and request.computed // interval > (request.computed - kept) // interval:
             self._keep(request, request.computed)
         if (listener := self._listeners.get(request)) is not None:
-            listener(request, text)
+            try:
+                listener(request, text)
+            except Exception as error:  # one request's trouble must not become the others'
+                self._fail([request], error)
 
     def _keep_chunk(self, chunk: Chunk) -> None:
         """Keep the state behind a chunk of a prompt."""
@@ -240,13 +306,13 @@ class Engine:
             except Exception as error:
                 self._fail([request], error)
                 return
-        slot = request.slot
+        slot, request.reason = request.slot, reason  # a reader in another thread sees the reason when it sees the end
         if reason != "error":
             self._keep(request, request.computed, give=True)
         self.scheduler.finish(request)
         if slot >= 0:
             self.runner.forget(slot)
-        request.reason = reason
+        self._forget(request)
         self.stats.finish(request, reason, time.perf_counter())
         if (listener := self._listeners.pop(request, None)) is not None:
             try:
@@ -271,6 +337,12 @@ class Engine:
         request.computed = 0
         self.runner.forget(request.slot)
         self.scheduler.release(request)
+
+    def _forget(self, request: Request) -> None:
+        """A request left: so do its drafts' tables."""
+        self.pace.forget(request)
+        if self.drafter is not None:
+            self.drafter.forget(request)
 
     def _restore(self, request: Request) -> None:
         saved, request.saved = request.saved, None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from replayssm.checks import at_least
 from replayssm.errors import OptionError
-from replayssm.spec import DEFAULT_RING_LEN, check_ring_len
+from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, check_ring_len
 
 Mode = Literal["auto", "replay", "packed"]
 Preempt = Literal["offload", "recompute"]
+Spec = Literal["ngram", "mtp"]
+SpecState = Literal["ring", "snapshot", "kv-replay", "fold"]
 PrefixPolicy = Literal["materialize", "truncate"]
 PrefixStrategy = Literal["no_buffer", "extra_buffer"]
 BUFFERS = 2  # of a request under "extra_buffer": one is filled while the other may be taken
@@ -45,6 +47,11 @@ class EngineOptions:
         prefix_strategy: "no_buffer", a state finds its place in the cache when it is taken; "extra_buffer", each
             running request holds two of them in advance.
         prefix_share: of the memory besides weights and work, for kept states.
+        spec: who drafts tokens that a step verifies together: "ngram", what followed the newest tokens when they stood
+            in the text before; "mtp", the model's own head for it; None for nobody.
+        spec_tokens: drafts of a step, at most.
+        spec_state: how linear layers verify and keep a part of them, see `replayssm.engine.windows`.
+        spec_adaptive: draft fewer tokens, or none, where that is measured to be faster.
         snapshot_interval: rows whose length becomes a multiple of it fold at that step; 0 never.
     """
 
@@ -67,6 +74,10 @@ class EngineOptions:
     prefix_policy: PrefixPolicy = "materialize"
     prefix_strategy: PrefixStrategy = "no_buffer"
     prefix_share: float = 0.1
+    spec: Spec | None = None
+    spec_tokens: int = 4
+    spec_state: SpecState = "ring"
+    spec_adaptive: bool = True
     snapshot_interval: int = 0
 
     def __post_init__(self) -> None:
@@ -75,15 +86,43 @@ class EngineOptions:
             ("mode", self.mode, ("auto", "replay", "packed")), ("preempt", self.preempt, ("offload", "recompute")),
             ("prefix_policy", self.prefix_policy, ("materialize", "truncate")),
             ("prefix_strategy", self.prefix_strategy, ("no_buffer", "extra_buffer")),
+            ("spec", self.spec, (None, *get_args(Spec))), ("spec_state", self.spec_state, get_args(SpecState)),
         ):  # fmt: skip
             if value not in allowed:
-                raise OptionError(f"{name} {value!r} is unknown; use one of {', '.join(allowed)}")
+                known = ", ".join(one for one in allowed if one is not None)
+                raise OptionError(f"{name} {value!r} is unknown; use one of {known}")
         if not 0 < self.memory_fraction <= 1:
             raise OptionError(f"memory_fraction {self.memory_fraction} is outside (0, 1]")
         for name, number, least in (
             ("memory", self.memory, 1), ("max_requests", self.max_requests, 1), ("chunk_tokens", self.chunk_tokens, 2),
             ("page_size", self.page_size, 1), ("context", self.context, 2),
             ("snapshot_interval", self.snapshot_interval, 0), ("prefix_interval", self.prefix_interval, 1),
+            ("spec_tokens", self.spec_tokens, 1),
         ):  # fmt: skip
             if number is not None:
                 at_least(name, number, least)
+        if self.spec is not None:
+            self._check_spec()
+
+    @property
+    def window(self) -> int:
+        """Tokens of a step that verifies as many drafts as are allowed."""
+        return self.spec_tokens + 1
+
+    def _check_spec(self) -> None:
+        if self.window >= RING_LEN_MAX:
+            most = RING_LEN_MAX - 2
+            raise OptionError(f"spec_tokens {self.spec_tokens} is more than a step can verify; use 1…{most}")
+        if self.spec_state == "ring" and self.mode == "packed":
+            raise OptionError("spec_state 'ring' needs a ring, and mode 'packed' has none; use mode 'auto' or 'replay'")
+        if self.spec_state == "ring" and self.window >= self.ring_len:
+            fewer = f", or spec_tokens up to {self.ring_len - 2}" if self.ring_len > 2 else ""
+            raise OptionError(
+                f"a window of {self.window} tokens ({self.spec_tokens} drafts) leaves no room in a ring of "
+                f"{self.ring_len}; use ring_len {self.window + 1} or more{fewer}"
+            )
+        if self.prefix_cache and self.prefix_policy == "truncate":
+            raise OptionError(
+                "prefix_policy 'truncate' keeps no conv window for the folds of verified drafts; use 'materialize', or "
+                "no spec"
+            )

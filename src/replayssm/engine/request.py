@@ -66,6 +66,8 @@ class Request:
     stream: Any = None  # TextStream, where a tokenizer is known
     matcher: Matcher | None = None  # where the output stands in its grammar
     cached_tokens: int = 0
+    drafted: int = 0
+    drafts_kept: int = 0
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None

@@ -6,9 +6,9 @@ prepared meanwhile; a decode step takes the tokens of the step before from devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,41 +16,90 @@ from torch import Tensor
 from replayssm import ops
 from replayssm.engine import attention, grammar
 from replayssm.engine.cache import EngineCache, Rows, chunk_mask
-from replayssm.engine.graphs import SMALLEST_CONTEXT, DecodeInputs, Graphs
+from replayssm.engine.graphs import SMALLEST_CONTEXT, DecodeInputs, Graphs, WindowInputs
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Logprob, Request
 from replayssm.engine.sampler import Batch, History, Sampled, prepare, sample
 from replayssm.engine.scheduler import Chunk, Step
 from replayssm.engine.stats import RingMeter
+from replayssm.engine.windows import Windows
 from replayssm.kernels.policy import Route
 from replayssm.state import PagePool, SlotPool, on, upload
 
+Drafts = Mapping[Request, Sequence[int]]
+
+
+class Row(NamedTuple):
+    """A request in a step: one logit row, or with a window one for the newest token and one for each draft behind it;
+    `width` is that of the step's windows."""
+
+    request: Request
+    width: int = 1
+    drafts: Sequence[int] | None = None
+
+
+class Result(NamedTuple):
+    """What the sampler made of a row: its tokens, with logprobs where asked for.
+
+    Of a window, which has `drafts`, these are the drafts that are right and one token more. None of it is kept before
+    `Runner.commit`.
+    """
+
+    request: Request
+    tokens: list[int]
+    logprobs: list[Logprob | None]
+    drafts: Sequence[int] | None
+
+
+class Open(NamedTuple):
+    """Windows that wait for `commit`: of `requests`, `width` tokens each of which `lengths` [B] count."""
+
+    requests: list[Request]
+    slots: Tensor
+    lengths: Tensor
+    width: int
+
 
 class Flight:
-    """A launched step: `requests` get one token each. Reading them waits for the device."""
+    """A launched step. Reading its tokens waits for the device."""
 
-    def __init__(self, requests: list[Request], sampled: Sampled) -> None:
-        self.requests = requests
+    def __init__(self, rows: list[Row], sampled: Sampled, window: Open | None = None) -> None:
+        self.rows, self.window = rows, window
         self._parts = [None if x is None else x.to("cpu", non_blocking=True) for x in sampled]
         self._done = None
         if sampled.tokens.is_cuda:
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def results(self) -> list[tuple[Request, int, Logprob | None]]:
-        """Request, token and logprobs of each row."""
+    @property
+    def width(self) -> int:
+        """Tokens of its windows, 1 for none."""
+        return 1 if self.window is None else self.window.width
+
+    def results(self) -> list[Result]:
+        """Of each row."""
         if self._done is not None:
             self._done.synchronize()
-        tokens, chosen, top_tokens, top_logprobs = self._parts
-        assert tokens is not None
-        found: list[tuple[Request, int, Logprob | None]] = []
-        for row, (request, token) in enumerate(zip(self.requests, tokens.tolist(), strict=True)):
-            logprob, wanted = None, request.params.logprobs
-            if wanted is not None and chosen is not None and top_tokens is not None and top_logprobs is not None:
-                top = zip(top_tokens[row, :wanted].tolist(), top_logprobs[row, :wanted].tolist(), strict=True)
-                logprob = Logprob(token, float(chosen[row]), tuple(top))
-            found.append((request, token, logprob))
+        assert self._parts[0] is not None
+        tokens: list[int] = self._parts[0].tolist()
+        found, at = [], 0
+        for request, width, drafts in self.rows:
+            made = 1
+            for draft, token in zip(drafts or (), tokens[at : at + width], strict=False):
+                if draft != token:
+                    break
+                made += 1
+            logprobs = [self._logprob(row, tokens[row], request) for row in range(at, at + made)]
+            found.append(Result(request, tokens[at : at + made], logprobs, drafts))
+            at += width
         return found
+
+    def _logprob(self, row: int, token: int, request: Request) -> Logprob | None:
+        (_, chosen, top_tokens, top_logprobs), wanted = self._parts, request.params.logprobs
+        if wanted is None or chosen is None or top_tokens is None or top_logprobs is None:
+            return None
+        top = zip(top_tokens[row, :wanted].tolist(), top_logprobs[row, :wanted].tolist(), strict=True)
+        return Logprob(token, float(chosen[row]), tuple(top))
 
 
 class Runner:
@@ -70,6 +119,7 @@ class Runner:
         gathered_tokens: int = 2**62,
         graphs: bool = False,
         paged: bool = False,
+        windows: Windows | None = None,
     ) -> None:
         self.model, self.slots, self.pages = model, slots, pages
         self.vocabulary, self.stops, self.mode, self.interval = vocabulary, stops, mode, snapshot_interval
@@ -83,26 +133,37 @@ class Runner:
         if graphs:
             # pages that are read where they lie cost nothing when they are not there
             least = max_pages if paged else -(-SMALLEST_CONTEXT // pages.page_size)
-            self.graphs = Graphs(self.decode_forward, slots.slots, least, max_pages, self.device)
+            self.graphs = Graphs(self.decode_forward, slots.slots, least, max_pages, self.device, self.window_forward)
+        self.windows = windows
         self.keep: Callable[[Chunk], None] | None = None  # is told of every chunk, when its state is in the slot
         self.ringed: set[int] = set()  # slots whose ring may hold records
         self.meter = RingMeter(slots, snapshot_interval)
-        self._batch: tuple[tuple[tuple[int, int], ...], Batch] | None = None
+        self._batch: tuple[tuple[tuple[int, int, int], ...], Batch] | None = None
 
-    def launch(self, step: Step) -> Flight | None:
-        """Enqueue a step and move its requests on. None when no token is sampled in it."""
+    def launch(self, step: Step, drafts: Drafts | None = None) -> Flight | None:
+        """Enqueue a step and move its requests on. None when no token is sampled in it.
+
+        With `drafts`, tokens that may follow the newest one, decode rows are windows, if all of them run together; the
+        requests then move on by `commit`.
+        """
         with torch.inference_mode(), on(self.device):
-            return self._launch(step)
+            return self._launch(step, drafts or {})
 
-    def _launch(self, step: Step) -> Flight | None:
-        rows: list[Request] = []
+    def _launch(self, step: Step, drafts: Drafts) -> Flight | None:
+        rows: list[Row] = []
         logits: list[Tensor] = []
-        parts = self._parts(step.decode)
+        parts, window = self._parts(step.decode), None
+        width = self._width(step.decode, drafts)
+        if width > 1:
+            parts = []
+            found, window = self._verify(step.decode, drafts, width)
+            logits.append(found)
+            rows += [Row(request, width, drafts.get(request, ())) for request in step.decode]
         for part in parts:
             found = self._decode(part)
             # the next part may be a replay of the same graph, which writes its logits to the same place
             logits.append(found if len(parts) == 1 else found.clone())
-            rows += part
+            rows += map(Row, part)
         for _, group in groupby(step.prefill, key=lambda chunk: (chunk.start, chunk.length)):
             chunks = list(group)
             last = self._prefill(chunks)
@@ -113,23 +174,46 @@ class Runner:
                     self._fork(chunk)
                     takers = chunk.requests
                     logits.append(last[row].expand(len(takers), -1))
-                    rows += takers
-        for request in step.decode:
+                    rows += map(Row, takers)
+        for request in step.decode if window is None else ():
             request.computed += 1
         for chunk in step.prefill:
             chunk.request.computed += chunk.length
         if not rows:
             return None
         sampled = self._sample(rows, logits[0] if len(logits) == 1 else torch.cat(logits))
-        self.last_token.index_copy_(0, self._up([request.slot for request in rows]), sampled.tokens)
-        for request in rows:
-            request.length += 1
-        return Flight(rows, sampled)
+        if window is None:  # whoever verifies windows reads every token before the next step
+            self.last_token.index_copy_(0, self._up([row.request.slot for row in rows]), sampled.tokens)
+        for one in rows:
+            one.request.length += one.drafts is None
+        return Flight(rows, sampled, window)
+
+    def commit(self, window: Open, accepted: Sequence[int]) -> None:
+        """Keep the first `accepted` tokens of each window of a step, and move the requests on by as many."""
+        assert self.windows is not None
+        with torch.inference_mode(), on(self.device):
+            kept = upload(accepted, torch.int32, self.device)
+            self.windows.commit(window.slots, window.lengths, kept, window.width, self.slots.spec)
+        self.meter.commit(window.requests, accepted)
+        for request, count in zip(window.requests, accepted, strict=True):
+            request.computed += count
+            request.length += count
+
+    def _width(self, requests: Sequence[Request], drafts: Drafts) -> int:
+        """Tokens of the windows of a step, 1 for none: steps of few widths share their graphs."""
+        longest = 1 + max((len(drafts.get(request, ())) for request in requests), default=0)
+        if self.windows is None or longest == 1 or not self._fits(requests, longest):
+            return 1
+        return min(self.windows.tokens, longest if self.graphs is None else 1 << (longest - 2).bit_length() | 1)
+
+    def _fits(self, requests: Sequence[Request], width: int = 1) -> bool:
+        """Whether the contexts of these requests can be gathered at once, one for each token."""
+        most = self._pages(max((len(r.pages) for r in requests), default=0))
+        return self.paged or len(requests) * width * most * self.pages.page_size <= self.gathered_tokens
 
     def _parts(self, requests: list[Request]) -> list[list[Request]]:
         """Requests that decode together: all of them, unless their contexts are too much to gather at once."""
-        most = self._pages(max((len(r.pages) for r in requests), default=0))
-        if self.paged or len(requests) * most * self.pages.page_size <= self.gathered_tokens:
+        if self._fits(requests):
             return [requests] if requests else []
         parts: list[list[Request]] = [[]]
         for request in sorted(requests, key=lambda r: len(r.pages), reverse=True):
@@ -163,6 +247,27 @@ class Runner:
         pages = max(len(request.pages) for request in requests)
         return (self.decode_forward if self.graphs is None else self.graphs.run)(inputs, pages, route)
 
+    def _verify(self, requests: list[Request], drafts: Drafts, width: int) -> tuple[Tensor, Open]:
+        """Logits [B · width, vocabulary] behind the newest token of each request and behind its drafts."""
+        assert self.windows is not None
+        slots, lengths = [request.slot for request in requests], [1 + len(drafts.get(r, ())) for r in requests]
+        if self.windows.strategy == "ring":
+            self.ringed.update(slots)
+        else:
+            self.flush(slots)
+        self.meter.window(requests, lengths, self.windows.strategy)
+        self._sync_pages(requests)
+        texts = [[request.tokens[request.length - 1], *drafts.get(request, ())] for request in requests]
+        inputs = WindowInputs(
+            self._up([[*text, *[0] * (width - len(text))] for text in texts]),
+            self._up([request.length - 1 for request in requests]),
+            self.slots.index(slots),
+            upload(lengths, torch.int32, self.device),
+        )
+        pages = max(len(request.pages) for request in requests)
+        found = (self.window_forward if self.graphs is None else self.graphs.run)(inputs, pages, "replay")
+        return found, Open(requests, inputs.slots, inputs.lengths, width)
+
     def _sync_pages(self, requests: Sequence[Request]) -> None:
         """Tell the device about pages that are new since the request's last step."""
         new = [(r.slot, i, r.pages[i]) for r in requests for i in range(r.synced, len(r.pages))]
@@ -177,36 +282,54 @@ class Runner:
 
     def decode_forward(self, inputs: DecodeInputs, pages: int, route: Route) -> Tensor:
         """The decode step on the device alone, for contexts of up to `pages` pages: nothing depends on values."""
-        size, positions, slots = self.pages.page_size, inputs.positions, inputs.slots
-        live = slots >= 0
+        positions, slots = inputs.positions, inputs.slots
         own = slots.clamp_min(0).long()
         tokens = torch.where(inputs.tokens < 0, self.last_token[own], inputs.tokens)
-        table = self.table[own, :pages]
-        page = table.gather(1, (positions // size)[:, None])[:, 0]
-        write = torch.where(live, page, self.pages.trash) * size + positions % size
         cursor = force = None
         if route == "replay":
             cursor = ops.gather_cursors(self.slots.cursor, slots)
             force = self._flushing(positions, slots)
-        read = mask = None
-        if self.paged:
-            attention.running.blocks = attention.blocks_of(table, positions, size)
-        else:
-            at = torch.arange(pages * size, device=self.device)
-            seen = at <= positions[:, None]
-            every = table.repeat_interleave(size, 1) * size + at % size
-            read = torch.where(seen & live[:, None], every, self.pages.zeros * size)
-            mask = seen[:, None, None]
-        self.cache.current.rows = Rows("decode", slots, 0, write, read, cursor, route, force, self.paged)
-        try:
-            logits = self._forward(tokens[:, None], positions[:, None], mask)
-        finally:
-            attention.running.blocks = None
+        rows = Rows("decode", slots, 0, slots, None, cursor, route, force, self.paged)
+        logits = self._on_pages(rows, tokens, positions, slots >= 0, self.table[own, :pages])
         if route == "replay":
             assert self.slots.ring_len is not None
             ops.advance_cursors(self.slots.cursor, slots, self.slots.ring_len, force)
             self.slots.keep_folded_conv(slots)
         return logits
+
+    def window_forward(self, inputs: WindowInputs, pages: int, route: Route) -> Tensor:
+        """The same for windows; logits [B · width, vocabulary]. To attention each token is a row of its own."""
+        slots, width = inputs.slots, inputs.width
+        step = torch.arange(width, device=self.device)
+        live = (slots >= 0)[:, None] & (step < inputs.lengths[:, None])
+        positions = inputs.positions[:, None] + torch.where(live, step, 0)
+        table = self.table[slots.clamp_min(0).long(), :pages].repeat_interleave(width, 0)
+        cursor = ops.gather_cursors(self.slots.cursor, slots)
+        rows = Rows(
+            "decode", slots, 0, slots, None, cursor, route, paged=self.paged, windows=self.windows,
+            lengths=inputs.lengths,
+        )  # fmt: skip
+        return self._on_pages(rows, inputs.tokens.flatten(), positions.flatten(), live.flatten(), table)
+
+    def _on_pages(self, rows: Rows, tokens: Tensor, positions: Tensor, live: Tensor, table: Tensor) -> Tensor:
+        """Logits [N, vocabulary] of one token [N] in each row of the model's batch, whose pages are `table` [N, P]."""
+        size = self.pages.page_size
+        page = table.gather(1, (positions // size)[:, None])[:, 0]
+        rows.write = torch.where(live, page, self.pages.trash) * size + positions % size
+        mask = None
+        if self.paged:
+            attention.running.blocks = attention.blocks_of(table, positions, size)
+        else:
+            at = torch.arange(table.shape[1] * size, device=self.device)
+            seen = at <= positions[:, None]
+            every = table.repeat_interleave(size, 1) * size + at % size
+            rows.read = torch.where(seen & live[:, None], every, self.pages.zeros * size)
+            mask = seen[:, None, None]
+        self.cache.current.rows = rows
+        try:
+            return self._forward(tokens[:, None], positions[:, None], mask)
+        finally:
+            attention.running.blocks = None
 
     def _flushing(self, positions: Tensor, slots: Tensor) -> Tensor:
         """Rows [B] int32 that fold at this step, whatever their cursors: at a phase of their own, and for snapshots.
@@ -259,6 +382,8 @@ class Runner:
     def _route(self, rows: int) -> Route:
         if self.slots.ring_len is None or self.mode == "packed":
             return "packed"
+        if self.windows is not None and self.windows.strategy != "ring":
+            return "packed"  # its ring is for windows
         if self.mode == "replay":
             return "replay"
         return ops.decode_route(self.slots.state, self.slots.ring_len, rows, self.slots.spec.is_kda)
@@ -276,16 +401,18 @@ class Runner:
         self.ringed.discard(slot)
         self.meter.forget(slot)
 
-    def _sample(self, rows: list[Request], logits: Tensor) -> Sampled:
-        """A token for each row."""
-        key = tuple((r.id, r.index) for r in rows)
+    def _sample(self, wide: list[Row], logits: Tensor) -> Sampled:
+        """A token for each row of logits."""
+        key = tuple((row.request.id, row.request.index, row.width) for row in wide)
+        rows = [row.request for row in wide for _ in range(row.width)]
         if self._batch is None or self._batch[0] != key:
             params = [row.params for row in rows]
             self._batch = key, prepare(params, [row.seed for row in rows], self.device)
         batch = self._batch[1]
-        positions = self._up([row.generated for row in rows])
+        generated = [row.request.generated + i for row in wide for i in range(row.width)]
+        positions = self._up(generated)
         history = self._history(rows) if batch.penalised else None
-        forbidden = self._forbidden(rows)
+        forbidden = self._forbidden(rows, generated)
         if matchers := [(row, r.matcher) for row, r in enumerate(rows) if r.matcher is not None]:
             ruled_out = grammar.forbidden(matchers, len(rows), self.vocabulary, self.device)
             forbidden = ruled_out if forbidden is None else forbidden | ruled_out
@@ -302,9 +429,9 @@ class Runner:
                 output[row].index_add_(0, made, torch.ones(len(made), dtype=torch.int32))
         return History(prompt.to(self.device), output.to(self.device))
 
-    def _forbidden(self, rows: list[Request]) -> Tensor | None:
+    def _forbidden(self, rows: list[Request], generated: Sequence[int]) -> Tensor | None:
         """Tokens that would end a row before its `min_tokens`."""
-        early = [(row, r) for row, r in enumerate(rows) if r.generated < r.params.min_tokens]
+        early = [(row, r) for row, r in enumerate(rows) if generated[row] < r.params.min_tokens]
         pairs = [(row, token) for row, r in early for token in self.enders(r.params)]
         if not pairs:
             return None

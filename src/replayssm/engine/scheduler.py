@@ -114,6 +114,13 @@ class Scheduler:
             self._evict(youngest)
         return request.status == "running"
 
+    def stretch(self, request: Request, tokens: int) -> int:
+        """Pages for up to `tokens` more tokens of a running request, from those that nobody uses; how many fit."""
+        fits = (len(request.pages) + self.pages.free_pages) * self.pages.page_size - request.length
+        tokens = max(0, min(tokens, fits))
+        request.pages += self.pages.allocate(max(0, self.pages.pages_for(request.length + tokens) - len(request.pages)))
+        return tokens
+
     def _evict(self, request: Request) -> None:
         self.running.remove(request)
         self.preempt(request)

@@ -15,8 +15,10 @@ from replayssm.engine.fuse import fuse
 from replayssm.engine.options import BUFFERS, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.sampler import History, prepare, sample
+from replayssm.engine.windows import Windows, ring_of
 from replayssm.errors import DeviceError, OptionError, UnsupportedModelError
 from replayssm.models.enable import enable
+from replayssm.models.layers import ReplayMixin
 from replayssm.models.loading import LoadedModel
 from replayssm.models.parallel import least, most
 from replayssm.spec import LayerSpec
@@ -53,6 +55,7 @@ class EngineParts:
     gathered_tokens: int
     graphs: bool
     paged: bool
+    windows: Windows | None
     close: Callable[[], None]
 
 
@@ -89,6 +92,8 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         layers = probe(model, text)
         specs = handle.specs
         ring = None if options.mode == "packed" else options.ring_len
+        if options.spec is not None:
+            ring = ring_of(options.spec_state, options.ring_len, options.window)
         state_dtype = str(handle.options.state_dtype).removeprefix("torch.")
         io_dtype = str(_io_dtype(model)).removeprefix("torch.")
         page_size = options.page_size or PAGE_SIZES.get(device.type, PAGE_SIZES["cpu"])
@@ -105,18 +110,27 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         requests = options.max_requests or MOST_REQUESTS.get(device.type, MOST_REQUESTS["cpu"])
         budget = least(model, _budget(options, device, weights))
         per_token = 32 if paged else most(model, _context_bytes(model, text, layers, context))
-        gathered = max(context, min(GATHERED_TOKENS, requests * context, int(budget * GATHERED_SHARE / per_token)))
-        work = most(model, _work_bytes(model, text, options, requests, context)) + gathered * per_token
+        width = options.window if options.spec else 1  # each token of a window has its context gathered
+        most_gathered = min(GATHERED_TOKENS, requests * context * width, int(budget * GATHERED_SHARE / per_token))
+        gathered, rows = max(context * width, most_gathered), requests * width
+        work = most(model, _work_bytes(model, text, options, rows, context)) + gathered * per_token
+        drafts = 0
+        if options.spec is not None:
+            drafts = Windows.row_bytes(options.spec_state, specs, options.window, state_dtype, io_dtype)
         conv = _conv_bytes(specs, io_dtype) * (2 if twice and ring else 1)
         plan = plan_memory(
-            budget, weights, work, slot, slot - without_ring - (conv - _conv_bytes(specs, io_dtype)), conv,
+            budget, weights, work, slot + drafts, slot - without_ring - (conv - _conv_bytes(specs, io_dtype)), conv,
             PagePool.page_bytes(layers.arrays, page_size), page_size, context, requests,
             options.max_requests, options.prefix_share if options.prefix_cache else 0.0, without_ring,
-            _least_states(options),
+            _least_states(options), drafts,
         )  # fmt: skip
         graphs = options.graphs and device.type == "cuda"
         undo_fuse = fuse(model) if options.fuse and device.type == "cuda" else None
         slots = SlotPool(specs, plan.slots, ring, state_dtype, io_dtype, device, twice)
+        windows = None
+        if options.spec is not None:
+            gates = [layer.gate_parameters() for layer in model.modules() if isinstance(layer, ReplayMixin)]
+            windows = Windows(options.spec_state, slots, options.window, plan.slots, gates)
         states = None
         if plan.reserved_slots:
             states = SlotPool(specs, plan.reserved_slots, None, state_dtype, io_dtype, device)
@@ -131,7 +145,7 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         raise
     return EngineParts(
         plan, slots, states, pages, layers.linear, context, int(text.vocab_size), _stops(model, loaded.tokenizer),
-        gathered, graphs, paged, close,
+        gathered, graphs, paged, windows, close,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from replayssm.engine.options import SpecState
 from replayssm.engine.request import Request
 from replayssm.engine.scheduler import Step
 from replayssm.ops.traffic import record_bytes, state_bytes
@@ -43,6 +44,7 @@ class RingMeter:
     Attributes:
         fill: records in the ring of a slot, where there are any.
         replay_rows, packed_rows: rows of decode steps, by route.
+        window_rows, window_tokens: rows of steps that verified drafts, and tokens that were kept of them.
         flushes: rings folded, in a decode step or outside one.
         moved: bytes of state and ring, all layers, that decode moved, folds outside of it included.
     """
@@ -54,12 +56,12 @@ class RingMeter:
         if slots.d is not None and slots.k is not None and slots.g is not None:
             self._record = record_bytes(slots.d, slots.k, slots.g)
         self.fill: dict[int, int] = {}
-        self.replay_rows = self.packed_rows = self.flushes = self.moved = 0
+        self.replay_rows = self.packed_rows = self.window_rows = self.window_tokens = self.flushes = self.moved = 0
 
     @property
     def saved(self) -> int:
-        """Bytes that packed decode of the same rows would have moved besides."""
-        return 2 * self._state * (self.replay_rows + self.packed_rows) - self.moved
+        """Bytes that packed decode of the same tokens would have moved besides."""
+        return 2 * self._state * (self.replay_rows + self.packed_rows + self.window_tokens) - self.moved
 
     def packed(self, rows: int) -> None:
         """A packed step."""
@@ -85,6 +87,34 @@ class RingMeter:
                 self.moved += self._record
                 self.fill[slot] = records + 1
 
+    def window(self, requests: Sequence[Request], lengths: Sequence[int], strategy: SpecState) -> None:
+        """A step of windows, before it runs; those on a ring fold where they might fill it."""
+        for request, length in zip(requests, lengths, strict=True):
+            records = self.fill.get(request.slot, 0)
+            self.window_rows += 1
+            self.moved += self._state + records * self._record
+            if strategy == "snapshot":
+                self.moved += length * self._state
+            elif strategy == "ring":
+                assert self.ring_len is not None
+                self.moved += length * self._record
+                if records + length >= self.ring_len:
+                    self.flushes += records > 0
+                    self.moved += self._state * (records > 0)
+                    records = 0
+                self.fill[request.slot] = records
+
+    def commit(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
+        """What is kept of windows: those on a ring have records of it, the others a new state."""
+        for request, count in zip(requests, accepted, strict=True):
+            self.window_tokens += count
+            if not count:
+                continue
+            if request.slot in self.fill:
+                self.fill[request.slot] += count
+            else:
+                self.moved += 2 * self._state
+
     def flush(self, slots: Iterable[int]) -> None:
         """Folds outside a decode step."""
         for slot in slots:
@@ -106,6 +136,7 @@ class EngineStats:
         prompt_tokens: computed, also those of prompts computed again; `cached_tokens` were taken over instead.
         generated_tokens: of all outputs.
         preemptions: requests that had to make room.
+        drafted, drafts_kept: tokens that were guessed, and those of them that the model took.
         batch: decode rows of steps that had any.
         ttft, itl, e2e: seconds from arrival to the first token, between tokens, to the end.
     """
@@ -115,6 +146,8 @@ class EngineStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    drafts_kept: int = 0
     batch: Histogram = field(default_factory=lambda: Histogram(SIZES))
     ttft: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     itl: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -133,6 +166,11 @@ class EngineStats:
             self.ttft.add(now - request.arrived)
         else:
             self.itl.add(now - request.last_token)
+
+    def drafts(self, drafted: int, kept: int) -> None:
+        """A window that was read."""
+        self.drafted += drafted
+        self.drafts_kept += kept
 
     def finish(self, request: Request, reason: str, now: float) -> None:
         """An output that ended."""

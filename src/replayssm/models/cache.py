@@ -11,8 +11,10 @@ a cache that user code passes around, reads from hooks, copies and reuses after 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -23,9 +25,24 @@ from replayssm.models.options import Mode, ReplayOptions
 from replayssm.spec import DEFAULT_RING_LEN, LayerSpec
 
 
+class Window(Protocol):
+    """Several tokens of each request in one decode step: its rows are T tokens of the first request, then of the next.
+
+    Takes the layer's inputs of all rows, [B·T, C], [B·T, HV(, K)] and [B·T, HV], its parameters and the conv's, and
+    returns what the layer reads [B·T, 1, HV, V].
+    """
+
+    def __call__(
+        self, mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, spec: LayerSpec, conv: nn.Conv1d
+    ) -> Tensor:
+        """As above."""
+        ...
+
+
 class DecodeLayer(LinearAttentionLayer):
     """What a replay layer of the model asks of its cache layer, besides what a stock layer asks."""
 
+    window: Window | None = None  # of the decode step that runs; None where a row is a request
     force_flush: torch.Tensor | None = None  # rows that must fold at the next step, [B] int32
 
     def takes_step(self, length: int) -> bool:

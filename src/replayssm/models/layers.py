@@ -101,11 +101,13 @@ class ReplayMixin(nn.Module):
         return result
 
     def _decode(self, hidden_states: torch.Tensor, layer: DecodeLayer) -> torch.Tensor:
-        batch = hidden_states.shape[0]
-        spec = self.spec()
-        checkpoint, slots, cursor = layer.rows(batch)
+        batch, spec = hidden_states.shape[0], self.spec()
         x = self.project(hidden_states)
         A_log, dt_bias = self.gate_parameters()
+        if layer.window is not None:
+            core = layer.window(x.mixed_qkv, x.a, x.b, A_log, dt_bias, spec, self.conv1d)
+            return self.output(core, x.gate)
+        checkpoint, slots, cursor = layer.rows(batch)
         conv_state = layer.conv_states[0]
         assert conv_state is not None  # has_previous_state says so
         mixed_qkv = ops.causal_conv_update(

@@ -28,6 +28,7 @@ class MemoryPlan:
         slots, reserved_slots: for running requests, and for the prefix cache.
         pages, page_size: pages, and tokens of one.
         kept_bytes: one state of the prefix cache, which has no ring.
+        draft_bytes: the part of `slot_bytes` that is for drafts while they are verified.
     """
 
     budget: int
@@ -42,6 +43,7 @@ class MemoryPlan:
     pages: int
     page_size: int
     kept_bytes: int
+    draft_bytes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -58,9 +60,12 @@ class MemoryPlan:
         """Name and bytes of each part, `unused` last."""
         yield "weights", self.weights
         yield "activations, sampler, graphs", self.work
-        yield "recurrent state", self.slots * (self.slot_bytes - self.ring_bytes - self.conv_bytes)
+        beside = self.ring_bytes + self.conv_bytes + self.draft_bytes
+        yield "recurrent state", self.slots * (self.slot_bytes - beside)
         yield "ring", self.slots * self.ring_bytes
         yield "conv windows", self.slots * self.conv_bytes
+        if self.draft_bytes:
+            yield "windows of drafts", self.slots * self.draft_bytes
         yield "prefix cache states", self.reserved_slots * self.kept_bytes
         yield "keys and values", (self.pages + 2) * self.page_bytes
         yield "unused", self.budget - self.used
@@ -81,6 +86,7 @@ def plan_memory(
     prefix_share: float = 0.0,
     kept_bytes: int | None = None,
     least_kept: int = 0,
+    draft_bytes: int = 0,
 ) -> MemoryPlan:
     """Split `budget` bytes.
 
@@ -139,4 +145,5 @@ def plan_memory(
         pages,
         page_size,
         kept,
+        draft_bytes,
     )
