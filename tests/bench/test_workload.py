@@ -99,7 +99,7 @@ def test_a_window_that_is_not_steady_has_no_time(engine, monkeypatch, how):
 
 
 def test_what_stops_a_request_is_said(engine, monkeypatch):
-    def launch(step):
+    def launch(step, drafts=None):
         raise ValueError("out of luck")
 
     monkeypatch.setattr(engine.runner, "launch", launch)

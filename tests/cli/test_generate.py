@@ -28,7 +28,7 @@ def test_summary(cli, saved):
         r"state written",
         r"ring read",
         rf"state flushes +2 in {N - 1} steps",
-        r"peak memory +\d+ MiB \(process\)",
+        r"peak memory +[\d.]+ [MG]iB \(process\)",
         rf"against packed decode +OK, all {N} tokens equal",
         rf"against stock transformers +OK, all {N} tokens equal",
         r"state float32 \(default\), ring of 4, model float32, greedy",

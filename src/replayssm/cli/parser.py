@@ -9,9 +9,11 @@ from replayssm import __version__
 from replayssm.bench.request import BenchRequest
 from replayssm.bench.serving_configs import CONFIGS
 from replayssm.bench.serving_request import LatencyRequest, ThroughputRequest
+from replayssm.cli.bench_serve_parser import add_bench_serve
 from replayssm.cli.generate_parser import GENERATE_EXAMPLES, add_engine, add_prompts, add_sampling, add_switches
 from replayssm.cli.generate_request import GenerateRequest
 from replayssm.cli.options import COUNT, CheckRequest, StudyRequest, TaskRequest
+from replayssm.cli.serve_parser import add_serve
 from replayssm.errors import OptionError
 from replayssm.planner.request import PlanRequest
 from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, RING_LEN_MIN
@@ -24,6 +26,7 @@ MAIN_EXAMPLES = """\
 examples:
   replayssm generate                       the shipped model continues a sample prompt
   replayssm generate ./Qwen3.5-0.8B --prompt "The tide" --max-tokens 64
+  replayssm serve gdn                      an HTTP server with OpenAI's endpoints
   replayssm check gdn                      every linear layer against an fp64 oracle
   replayssm bench decode --quick           packed and replay decode against the memory ceilings
   replayssm bench throughput gdn           the engine: tokens a second, replay and packed
@@ -171,6 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     _generate(commands, common)
+    add_serve(commands)
     _check(commands, common)
     _bench(commands)
     _study(commands, common)
@@ -256,6 +260,7 @@ def _bench(commands: Any) -> None:
 
     _throughput(suites)
     _latency(suites)
+    add_bench_serve(suites)
 
 
 def _throughput(suites: Any) -> None:
