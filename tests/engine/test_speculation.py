@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from copy import deepcopy
@@ -10,10 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from replayssm.engine.core import Engine
+from replayssm.engine.options import EngineOptions
+from replayssm.engine.pace import DraftPace
 from replayssm.engine.params import SamplingParams
-from replayssm.errors import OptionError
+from replayssm.errors import ModelFilesError, OptionError, UnsupportedModelError
 from replayssm.models.loading import load_model
+from replayssm.models.mtp import MTPHead, load_mtp
 from tests.engine import common
 from tests.engine.common import SMALL, TOKENS, greedy, poison, prompt_of, stock
 from tests.models import tiny
@@ -46,6 +52,9 @@ class Scripted:
             found.append(drafts)
             self.windows.append(min(right, count))
         return found
+
+    def follow(self, request, kept):
+        assert kept >= 1
 
     def forget(self, request):
         self.at.pop(request, None)
@@ -244,6 +253,97 @@ def test_a_text_that_repeats_itself_is_drafted_and_fewer_steps_run():
         assert request.drafts_kept == engine.stats.drafts_kept
         assert engine.steps == 200 - request.drafts_kept
         assert request.drafts_kept <= request.drafted
+
+
+def with_head(folder, family=SMALL):
+    """A tiny model with a random MTP head beside it."""
+    model = deepcopy(tiny.model_of(family))
+    model.save_pretrained(folder)
+    torch.manual_seed(5)
+    head = MTPHead(model)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2)
+    save_file({f"mtp.{name}": value for name, value in head.state_dict().items()}, folder / "mtp.safetensors")
+    return dataclasses.replace(common.as_loaded(model), path=folder)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk_tokens": 7, "page_size": 3}, {"spec_state": "fold", "prefix_cache": True}]
+)
+def test_the_heads_drafts_are_those_of_the_head_alone(tmp_path, options):
+    """What it proposes after any number of kept tokens equals `MTPHead.draft` on the whole text at once."""
+    loaded = with_head(tmp_path)
+    head, prompts = load_mtp(tmp_path, loaded.model), common.prompts_of(SMALL)
+    options = {**OPTIONS, "spec": "mtp", "prefix_interval": 12, **options}
+    with common.engine_of(loaded, **options) as engine:
+        propose, compared = engine.drafter.propose, [0]
+
+        def checked(requests, most):
+            found = propose(requests, most)
+            for request, drafts, count in zip(requests, found, most, strict=True):
+                assert len(drafts) == count
+                text = torch.tensor([request.tokens.tolist()])
+                with torch.no_grad():
+                    hidden = tiny.model_of(SMALL).model(text[:, :-1]).last_hidden_state
+                    want = head.draft(hidden, text[:, 1:], count)[0].tolist() if count else []
+                if not request.preemptions and not request.cached_tokens:
+                    assert drafts == want
+                    compared[0] += count > 0
+            return found
+
+        engine.drafter.propose = checked
+        assert common.answers(engine, prompts) == [stock(SMALL, prompt) for prompt in prompts]
+        assert compared[0] > 50
+
+
+def test_the_shipped_head_is_often_right():
+    prompt = "In the beginning God created the heaven and the earth. And the earth"
+    params = greedy(120, ignore_eos=True)
+    with common.engine_of(load_model("gdn", device="cpu"), **{**OPTIONS, "context": 512, "spec": "mtp"}) as engine:
+        request = engine.add(prompt, params)
+        common.run(engine)
+        assert request.drafts_kept > 0.3 * request.drafted > 0
+    with common.engine_of(load_model("gdn", device="cpu"), **{**common.OPTIONS, "context": 512}) as engine:
+        plain = engine.add(prompt, params)
+        common.run(engine)
+    assert request.output == plain.output
+
+
+def test_a_model_without_a_head_is_refused(tmp_path):
+    with_head(tmp_path)
+    (tmp_path / "mtp.safetensors").unlink()
+    loaded = dataclasses.replace(common.as_loaded(deepcopy(tiny.model_of(SMALL))), path=tmp_path)
+    with pytest.raises(ModelFilesError, match=r"has no tensors named mtp\.\*"):
+        Engine(loaded, EngineOptions(spec="mtp", ring_len=8))
+    with pytest.raises(UnsupportedModelError, match="has no MTP head known here"):
+        Engine(load_model("kda", device="cpu"), EngineOptions(spec="mtp", ring_len=8))
+    with pytest.raises(OptionError, match="needs a checkpoint folder"), common.engine_of(**{**OPTIONS, "spec": "mtp"}):
+        pass
+
+
+def test_draft_lengths_follow_what_pays():
+    pace, good, bad = DraftPace(4), object(), object()
+    for width, seconds in ((1, 1.0), (2, 1.1), (3, 1.2), (4, 1.3), (5, 1.4)):
+        for _ in range(50):
+            pace.measured(3, width, seconds)
+    for _ in range(60):
+        pace.wanted(good, 3), pace.wanted(bad, 3)
+        pace.learn(good, 4, 4)
+        pace.learn(bad, 4, 0)
+    assert pace.wanted(good, 3) == 4
+    tried = [pace.wanted(bad, 3) for _ in range(1000)]
+    assert max(tried) == 1
+    assert 2 <= sum(tried) < 40  # it tries again, ever more seldom
+    for _ in range(60):
+        pace.learn(bad, 1, 1)
+    assert max(pace.wanted(bad, 3) for _ in range(300)) == 4
+    for width in (2, 3, 4, 5):
+        for _ in range(200):
+            pace.measured(3, width, 10.0)  # as where a step is bound by arithmetic
+    assert pace.wanted(good, 3) == 0
+    assert pace.wanted(object(), 64) == 4  # of another size nothing is known yet
+    assert DraftPace(4, adaptive=False).wanted(bad, 3) == 4
 
 
 @pytest.mark.parametrize(

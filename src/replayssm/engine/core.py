@@ -11,6 +11,7 @@ from typing import Any
 
 from replayssm.engine.drafters import Drafter, NgramDrafter
 from replayssm.engine.grammar import Grammars
+from replayssm.engine.mtp_drafter import MTPDrafter
 from replayssm.engine.options import BUFFERS, EngineOptions
 from replayssm.engine.pace import DraftPace
 from replayssm.engine.params import SamplingParams
@@ -22,7 +23,7 @@ from replayssm.engine.stats import EngineStats
 from replayssm.engine.text import TextStream
 from replayssm.errors import OptionError, PromptError
 from replayssm.models.loading import LoadedModel
-from replayssm.models.parallel import random_bits
+from replayssm.models.parallel import random_bits, ranks_of
 from replayssm.state.prefix import PrefixCache
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,10 @@ class Engine:
             parts.gathered_tokens, parts.graphs, parts.paged, parts.windows,
         )  # fmt: skip
         self.drafter: Drafter | None = NgramDrafter() if self.options.spec == "ngram" else None
-        self.pace = DraftPace(self.options.spec_tokens, self.options.spec_adaptive)
+        if parts.head is not None:
+            self.drafter = MTPDrafter(parts.head, self.runner, self.pages.arrays[-1], self.options.window)
+        # ranks measure different times, and must draft alike
+        self.pace = DraftPace(self.options.spec_tokens, self.options.spec_adaptive and ranks_of(loaded.model) is None)
         self._buffers = BUFFERS if self.options.prefix_strategy == "extra_buffer" else 0
         self.prefix = None if parts.states is None else PrefixCache(self.slots, self.pages, parts.states)
         if self.prefix is not None:
@@ -74,6 +78,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the model back as it was."""
+        self.runner.close()
         self._close()
 
     def add(
@@ -187,12 +192,8 @@ class Engine:
         """Tokens that may follow the newest one of the requests that decode, with pages for them."""
         if self.drafter is None or not step.decode:
             return {}
-        most = [self._room(request, len(step.decode)) for request in step.decode]
-        drafts = self.drafter.propose(step.decode, most)
-        found = {}
-        for request, tokens in zip(step.decode, drafts, strict=True):
-            found[request] = tokens[: self.scheduler.stretch(request, len(tokens))]
-        return found
+        most = [self.scheduler.stretch(one, self._room(one, len(step.decode))) for one in step.decode]
+        return dict(zip(step.decode, self.drafter.propose(step.decode, most), strict=True))
 
     def _room(self, request: Request, rows: int) -> int:
         """Drafts that a request may have. Penalties and grammars depend on every token, so theirs are none."""
@@ -270,6 +271,8 @@ class Engine:
         # windows may step over the multiple
         if self.prefix is not None and request.computed // interval > (request.computed - kept) // interval:
             self._keep(request, request.computed)
+        if self.drafter is not None:
+            self.drafter.follow(request, kept)
         if (listener := self._listeners.get(request)) is not None:
             try:
                 listener(request, text)
@@ -336,6 +339,7 @@ class Engine:
             self._keep(request, request.computed, give=True)
         request.computed = 0
         self.runner.forget(request.slot)
+        self._forget(request)
         self.scheduler.release(request)
 
     def _forget(self, request: Request) -> None:

@@ -15,6 +15,10 @@ class Drafter(Protocol):
         """Up to `most` tokens for each request, whose tokens have all been read."""
         ...
 
+    def follow(self, request: Request, kept: int) -> None:
+        """A step of the request was read, and `kept` tokens of it stay: of a window, or the one that was sampled."""
+        ...
+
     def forget(self, request: Request) -> None:
         """A request left its slot."""
         ...
@@ -37,6 +41,9 @@ class NgramDrafter:
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """See `Drafter`."""
         return [self._one(request, count) if count else [] for request, count in zip(requests, most, strict=True)]
+
+    def follow(self, request: Request, kept: int) -> None:
+        """See `Drafter`. The text says it all."""
 
     def forget(self, request: Request) -> None:
         """See `Drafter`."""

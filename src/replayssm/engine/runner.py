@@ -6,7 +6,8 @@ prepared meanwhile; a decode step takes the tokens of the step before from devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -135,10 +136,30 @@ class Runner:
             least = max_pages if paged else -(-SMALLEST_CONTEXT // pages.page_size)
             self.graphs = Graphs(self.decode_forward, slots.slots, least, max_pages, self.device, self.window_forward)
         self.windows = windows
+        self._hidden: Any = None  # of the last forward, where somebody watches
+        self._saw: Callable[[Tensor, Tensor], None] | None = None
+        self._read_prompt: Callable[[Tensor, Sequence[Chunk]], None] | None = None
         self.keep: Callable[[Chunk], None] | None = None  # is told of every chunk, when its state is in the slot
         self.ringed: set[int] = set()  # slots whose ring may hold records
         self.meter = RingMeter(slots, snapshot_interval)
         self._batch: tuple[tuple[tuple[int, int, int], ...], Batch] | None = None
+
+    def watch(
+        self, saw: Callable[[Tensor, Tensor], None], read_prompt: Callable[[Tensor, Sequence[Chunk]], None]
+    ) -> None:
+        """Show the model's last hidden states: `saw` those of decode rows, [B·width, D] with their slots [B], in the
+        middle of what graphs record; `read_prompt` those of chunks [B, T, D]."""
+        self._saw, self._read_prompt = saw, read_prompt
+
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            self._hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+        self._unwatch = self.model.get_decoder().register_forward_hook(keep)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._saw is not None:
+            self._unwatch.remove()
 
     def launch(self, step: Step, drafts: Drafts | None = None) -> Flight | None:
         """Enqueue a step and move its requests on. None when no token is sampled in it.
@@ -183,7 +204,7 @@ class Runner:
             return None
         sampled = self._sample(rows, logits[0] if len(logits) == 1 else torch.cat(logits))
         if window is None:  # whoever verifies windows reads every token before the next step
-            self.last_token.index_copy_(0, self._up([row.request.slot for row in rows]), sampled.tokens)
+            self.last_token.index_copy_(0, self.up([row.request.slot for row in rows]), sampled.tokens)
         for one in rows:
             one.request.length += one.drafts is None
         return Flight(rows, sampled, window)
@@ -238,10 +259,10 @@ class Runner:
         else:
             self.flush(slots)
             self.meter.packed(rows)
-        self._sync_pages(requests)
+        self.sync_pages(requests)
         inputs = DecodeInputs(
-            self._up([r.tokens[r.length - 1] if len(r.tokens) == r.length else -1 for r in requests]),
-            self._up([request.length - 1 for request in requests]),
+            self.up([r.tokens[r.length - 1] if len(r.tokens) == r.length else -1 for r in requests]),
+            self.up([request.length - 1 for request in requests]),
             self.slots.index(slots),
         )
         pages = max(len(request.pages) for request in requests)
@@ -256,11 +277,11 @@ class Runner:
         else:
             self.flush(slots)
         self.meter.window(requests, lengths, self.windows.strategy)
-        self._sync_pages(requests)
+        self.sync_pages(requests)
         texts = [[request.tokens[request.length - 1], *drafts.get(request, ())] for request in requests]
         inputs = WindowInputs(
-            self._up([[*text, *[0] * (width - len(text))] for text in texts]),
-            self._up([request.length - 1 for request in requests]),
+            self.up([[*text, *[0] * (width - len(text))] for text in texts]),
+            self.up([request.length - 1 for request in requests]),
             self.slots.index(slots),
             upload(lengths, torch.int32, self.device),
         )
@@ -268,16 +289,17 @@ class Runner:
         found = (self.window_forward if self.graphs is None else self.graphs.run)(inputs, pages, "replay")
         return found, Open(requests, inputs.slots, inputs.lengths, width)
 
-    def _sync_pages(self, requests: Sequence[Request]) -> None:
+    def sync_pages(self, requests: Sequence[Request]) -> None:
         """Tell the device about pages that are new since the request's last step."""
         new = [(r.slot, i, r.pages[i]) for r in requests for i in range(r.synced, len(r.pages))]
         if new:
             slot, place, page = zip(*new, strict=True)
-            self.table.index_put_((self._up(slot), self._up(place)), self._up(page))
+            self.table.index_put_((self.up(slot), self.up(place)), self.up(page))
             for request in requests:
                 request.synced = len(request.pages)
 
-    def _up(self, values: Sequence[Any]) -> Tensor:
+    def up(self, values: Sequence[Any]) -> Tensor:
+        """Whole numbers on the device, int64."""
         return upload(values, torch.int64, self.device)
 
     def decode_forward(self, inputs: DecodeInputs, pages: int, route: Route) -> Tensor:
@@ -290,7 +312,10 @@ class Runner:
             cursor = ops.gather_cursors(self.slots.cursor, slots)
             force = self._flushing(positions, slots)
         rows = Rows("decode", slots, 0, slots, None, cursor, route, force, self.paged)
-        logits = self._on_pages(rows, tokens, positions, slots >= 0, self.table[own, :pages])
+        with self.on_pages(rows, positions, slots >= 0, self.table[own, :pages]) as mask:
+            logits = self._forward(tokens[:, None], positions[:, None], mask)
+        if self._saw is not None:
+            self._saw(self._hidden[:, 0], slots)
         if route == "replay":
             assert self.slots.ring_len is not None
             ops.advance_cursors(self.slots.cursor, slots, self.slots.ring_len, force)
@@ -309,10 +334,16 @@ class Runner:
             "decode", slots, 0, slots, None, cursor, route, paged=self.paged, windows=self.windows,
             lengths=inputs.lengths,
         )  # fmt: skip
-        return self._on_pages(rows, inputs.tokens.flatten(), positions.flatten(), live.flatten(), table)
+        with self.on_pages(rows, positions.flatten(), live.flatten(), table) as mask:
+            logits = self._forward(inputs.tokens.view(-1, 1), positions.view(-1, 1), mask)
+        if self._saw is not None:
+            self._saw(self._hidden[:, 0], slots)
+        return logits
 
-    def _on_pages(self, rows: Rows, tokens: Tensor, positions: Tensor, live: Tensor, table: Tensor) -> Tensor:
-        """Logits [N, vocabulary] of one token [N] in each row of the model's batch, whose pages are `table` [N, P]."""
+    @contextmanager
+    def on_pages(self, rows: Rows, positions: Tensor, live: Tensor, table: Tensor) -> Iterator[Tensor | None]:
+        """For a forward of one token in each row [N], of requests whose pages are `table` [N, P]: what attention reads.
+        Yields its mask [N, 1, 1, S]."""
         size = self.pages.page_size
         page = table.gather(1, (positions // size)[:, None])[:, 0]
         rows.write = torch.where(live, page, self.pages.trash) * size + positions % size
@@ -327,7 +358,7 @@ class Runner:
             mask = seen[:, None, None]
         self.cache.current.rows = rows
         try:
-            return self._forward(tokens[:, None], positions[:, None], mask)
+            yield mask
         finally:
             attention.running.blocks = None
 
@@ -351,15 +382,19 @@ class Runner:
             self.flush(slots)
         size = self.pages.page_size
         tables = [chunk.request.pages[: self.pages.pages_for(start + length)] for chunk in chunks]
-        pages = self._up(tables)
+        pages = self.up(tables)
         at = torch.arange(start + length, device=self.device)
         read = pages[:, at // size] * size + at % size
         write = read[:, start:].flatten()
         rows = Rows("prefill", self.slots.index(slots), start, write, read if start else None)
         self.cache.current.rows = rows
-        tokens = self._up([c.request.tokens[start : start + length].tolist() for c in chunks])
+        tokens = self.up([c.request.tokens[start : start + length].tolist() for c in chunks])
         positions = at[start:].expand(len(chunks), -1)
-        return self._forward(tokens, positions, chunk_mask(start, length, self.device).expand(len(chunks), -1, -1, -1))
+        mask = chunk_mask(start, length, self.device).expand(len(chunks), -1, -1, -1)
+        logits = self._forward(tokens, positions, mask)
+        if self._read_prompt is not None:
+            self._read_prompt(self._hidden, chunks)
+        return logits
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         out = self.model(
@@ -410,7 +445,7 @@ class Runner:
             self._batch = key, prepare(params, [row.seed for row in rows], self.device)
         batch = self._batch[1]
         generated = [row.request.generated + i for row in wide for i in range(row.width)]
-        positions = self._up(generated)
+        positions = self.up(generated)
         history = self._history(rows) if batch.penalised else None
         forbidden = self._forbidden(rows, generated)
         if matchers := [(row, r.matcher) for row, r in enumerate(rows) if r.matcher is not None]:
@@ -435,7 +470,7 @@ class Runner:
         pairs = [(row, token) for row, r in early for token in self.enders(r.params)]
         if not pairs:
             return None
-        at = tuple(self._up(index) for index in zip(*pairs, strict=True))
+        at = tuple(self.up(index) for index in zip(*pairs, strict=True))
         mask = torch.zeros(len(rows), self.vocabulary, dtype=torch.bool, device=self.device)
         return mask.index_put_(at, torch.ones((), dtype=torch.bool, device=self.device))
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from replayssm.engine import attention
 from replayssm.engine.fuse import fuse
+from replayssm.engine.mtp_drafter import token_arrays
 from replayssm.engine.options import BUFFERS, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.sampler import History, prepare, sample
@@ -20,7 +21,8 @@ from replayssm.errors import DeviceError, OptionError, UnsupportedModelError
 from replayssm.models.enable import enable
 from replayssm.models.layers import ReplayMixin
 from replayssm.models.loading import LoadedModel
-from replayssm.models.parallel import least, most
+from replayssm.models.mtp import MTPHead, load_mtp
+from replayssm.models.parallel import least, most, ranks_of
 from replayssm.spec import LayerSpec
 from replayssm.state import MemoryPlan, PagePool, SlotPool, TokenArray, on, plan_memory
 
@@ -56,6 +58,7 @@ class EngineParts:
     graphs: bool
     paged: bool
     windows: Windows | None
+    head: MTPHead | None
     close: Callable[[], None]
 
 
@@ -89,7 +92,8 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         model.set_attn_implementation(before)
 
     try:
-        layers = probe(model, text)
+        layers, head = probe(model, text), _mtp_head(loaded, options)
+        arrays = layers.arrays if head is None else [*layers.arrays, token_arrays(head)]
         specs = handle.specs
         ring = None if options.mode == "packed" else options.ring_len
         if options.spec is not None:
@@ -106,7 +110,8 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         slot = SlotPool.slot_bytes(specs, ring, state_dtype, io_dtype, twice)
         without_ring = SlotPool.slot_bytes(specs, None, state_dtype, io_dtype)
         # ranks that share a model must plan alike, for the poorest of them
-        weights = most(model, sum(x.nbytes for x in {x.data_ptr(): x for x in model.parameters()}.values()))
+        parameters = [*model.parameters(), *(head.parameters() if head is not None else ())]
+        weights = most(model, sum(x.nbytes for x in {x.data_ptr(): x for x in parameters}.values()))
         requests = options.max_requests or MOST_REQUESTS.get(device.type, MOST_REQUESTS["cpu"])
         budget = least(model, _budget(options, device, weights))
         per_token = 32 if paged else most(model, _context_bytes(model, text, layers, context))
@@ -120,7 +125,7 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         conv = _conv_bytes(specs, io_dtype) * (2 if twice and ring else 1)
         plan = plan_memory(
             budget, weights, work, slot + drafts, slot - without_ring - (conv - _conv_bytes(specs, io_dtype)), conv,
-            PagePool.page_bytes(layers.arrays, page_size), page_size, context, requests,
+            PagePool.page_bytes(arrays, page_size), page_size, context, requests,
             options.max_requests, options.prefix_share if options.prefix_cache else 0.0, without_ring,
             _least_states(options), drafts,
         )  # fmt: skip
@@ -134,7 +139,7 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         states = None
         if plan.reserved_slots:
             states = SlotPool(specs, plan.reserved_slots, None, state_dtype, io_dtype, device)
-        pages = PagePool(layers.arrays, plan.pages, plan.page_size, device, clear=paged)
+        pages = PagePool(arrays, plan.pages, plan.page_size, device, clear=paged)
     except torch.OutOfMemoryError as error:
         close()
         raise OptionError(
@@ -145,7 +150,7 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         raise
     return EngineParts(
         plan, slots, states, pages, layers.linear, context, int(text.vocab_size), _stops(model, loaded.tokenizer),
-        gathered, graphs, paged, windows, close,
+        gathered, graphs, paged, windows, head, close,
     )  # fmt: skip
 
 
@@ -170,6 +175,19 @@ def probe(model: Any, text: Any) -> Layers:
                 kept.append(indexer[:, None])
             arrays.append([TokenArray(x.shape[1], x.shape[3], x.dtype) for x in kept])
     return Layers(linear, arrays)
+
+
+def _mtp_head(loaded: LoadedModel, options: EngineOptions) -> MTPHead | None:
+    """The head that drafts, if it is asked for. Raises what `load_mtp` raises where there is none."""
+    if options.spec != "mtp":
+        return None
+    if ranks_of(loaded.model) is not None:
+        raise OptionError("spec 'mtp' needs the whole model on one device, and ranks share it; use 'ngram'")
+    if loaded.path is None:
+        raise OptionError("spec 'mtp' needs a checkpoint folder with tensors named mtp.*, and the model has none")
+    head = load_mtp(loaded.path, loaded.model)
+    head.config._attn_implementation = loaded.model.config._attn_implementation
+    return head
 
 
 def _least_states(options: EngineOptions) -> int:
