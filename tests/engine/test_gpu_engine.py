@@ -16,6 +16,7 @@ from replayssm.models.families import layer_specs
 from replayssm.models.loading import LoadedModel, load_model
 from replayssm.shipped import SHIPPED
 from tests.engine.common import with_pages
+from tests.engine.test_speculation import Scripted
 from tests.models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -141,6 +142,41 @@ def test_a_chat_with_cached_prefixes_equals_cold_runs(family, mode):
     engine.prefix.check()
     engine.prefix.clear()
     assert (engine.slots.used_slots, engine.pages.used_pages, engine.prefix.states.used_slots) == (0, 0, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False, "paged": False}, {"chunk_tokens": 7, "max_requests": 3}])
+@pytest.mark.parametrize("state", ["ring", "snapshot", "kv-replay", "fold"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear"])
+def test_drafts_change_no_token(family, state, options):
+    """Windows of which 0, 1, 2 or all drafts are right, or that have none, beside each other and beside prompts."""
+    want = [stock(tiny.model_of(family), prompt) for prompt in PROMPTS]
+    spec = {
+        "spec": "ngram",
+        "spec_tokens": 3,
+        "spec_adaptive": False,
+        "ring_len": 8,
+        "spec_state": state,
+        "fuse": False,
+    }
+    engine = Engine(on_gpu(family), EngineOptions(**{**OPTIONS, **spec, "spec_state": state, **options}))
+    truths = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, want, strict=True)}
+    drafter = engine.drafter = Scripted(truths, [0, None, 3, 1, 2, 3])
+    assert answers(engine, PROMPTS) == want
+    assert set(drafter.windows) == {0, 1, 2, 3}
+    assert options.get("graphs") is False or engine.runner.graphs.failure is None
+    engine.close()
+
+
+def test_the_shipped_head_drafts_on_a_gpu():
+    cpu = load_model("gdn", device="cpu")
+    prompts = [cpu.tokenizer.encode(text) for text in ("In the beginning", "Emma, Chapter 56", "She")]
+    want = [stock(cpu.model, prompt, 100) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    options = {"memory": 6 * 2**30, "context": 512, "ring_len": 16, "spec": "mtp", "spec_adaptive": False}
+    engine = Engine(load_model("gdn", device="cuda"), EngineOptions(**options))
+    assert answers(engine, prompts, params) == want
+    assert engine.stats.drafts_kept > 0.3 * engine.stats.drafted
     engine.close()
 
 

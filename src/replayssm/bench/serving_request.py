@@ -135,7 +135,7 @@ class ThroughputRequest(ServingRequest):
     batches: tuple[int, ...] = ()
 
     suite = "throughput"
-    options = ("batch",)
+    options: ClassVar[tuple[str, ...]] = ("batch",)
 
     @property
     def most(self) -> int:

@@ -10,6 +10,7 @@ from replayssm.bench.request import BenchRequest
 from replayssm.bench.serving_configs import CONFIGS
 from replayssm.bench.serving_request import LatencyRequest, ThroughputRequest
 from replayssm.cli.bench_serve_parser import add_bench_serve
+from replayssm.cli.bench_spec_parser import add_bench_spec
 from replayssm.cli.generate_parser import GENERATE_EXAMPLES, add_engine, add_prompts, add_sampling, add_switches
 from replayssm.cli.generate_request import GenerateRequest
 from replayssm.cli.options import COUNT, CheckRequest, StudyRequest, TaskRequest
@@ -261,6 +262,7 @@ def _bench(commands: Any) -> None:
     _throughput(suites)
     _latency(suites)
     add_bench_serve(suites)
+    add_bench_spec(suites, _serving)
 
 
 def _throughput(suites: Any) -> None:

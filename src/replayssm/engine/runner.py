@@ -72,6 +72,14 @@ class Flight:
             self._done = torch.cuda.Event()
             self._done.record()
 
+    def tokens(self) -> list[int]:
+        """What was sampled from each row of logits."""
+        if self._done is not None:
+            self._done.synchronize()
+        assert self._parts[0] is not None
+        found: list[int] = self._parts[0].tolist()
+        return found
+
     @property
     def width(self) -> int:
         """Tokens of its windows, 1 for none."""
@@ -79,11 +87,7 @@ class Flight:
 
     def results(self) -> list[Result]:
         """Of each row."""
-        if self._done is not None:
-            self._done.synchronize()
-        assert self._parts[0] is not None
-        tokens: list[int] = self._parts[0].tolist()
-        found, at = [], 0
+        tokens, found, at = self.tokens(), [], 0
         for request, width, drafts in self.rows:
             made = 1
             for draft, token in zip(drafts or (), tokens[at : at + width], strict=False):
