@@ -22,6 +22,7 @@ from tests.models import tiny
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 OPTIONS = {"memory": 6 * 2**30, "ring_len": 4, "max_requests": 6, "context": 512, "page_size": 16}
+MIXTURES = ("kimi_linear", "glm5_next")
 PROMPTS = [[7 * i % 89 + j % 7 + 1 for j in range(length)] for i, length in enumerate([1, 2, 3, 17, 40, 90, 33, 5, 64])]
 
 
@@ -35,6 +36,8 @@ def stock(model, prompt, tokens=24):
 
 def on_gpu(family):
     model = deepcopy(tiny.model_of(family)).cuda()
+    if family in MIXTURES:  # products of fp32 experts in groups ask the device for numbers, so nothing is recorded
+        model.set_experts_implementation("batched_mm")
     return LoadedModel(model, None, None, model.config, layer_specs(model.config.get_text_config(decoder=True)))
 
 
@@ -63,6 +66,7 @@ def test_tokens_equal_those_of_stock_decoding_on_the_cpu(family, extra):
     want = [stock(tiny.model_of(family), prompt) for prompt in PROMPTS]
     engine = Engine(on_gpu(family), EngineOptions(**{**OPTIONS, **extra}))
     assert answers(engine, PROMPTS) == want
+    assert extra.get("graphs") is False or engine.runner.graphs.failure is None
     engine.close()
 
 

@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from replayssm.engine.compiling import compile_shapes
+
 NAME = "replayssm_paged"  # in transformers' table of attention functions
 Q_BLOCK = 128  # flex attention's own; a decode step has one query
 
@@ -92,7 +94,7 @@ def paged_attention(
         return done
     if not _compiled:
         # one compilation per batch bucket: with symbolic sizes the kernel is several times slower
-        _compiled.append(torch.compile(attend, dynamic=False))
+        _compiled.append(compile_shapes(attend, dynamic=False))
     return _compiled[0](query, key, value, running.blocks, scaling).transpose(1, 2), None
 
 

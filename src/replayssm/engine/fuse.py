@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers.activations import ACT2FN
 
+from replayssm.engine.compiling import compile_shapes
 from replayssm.models.layers import ReplayMixin
 
 COMPILED = ("RMSNorm", "RMSNormGated", "MLP")  # ends of class names
@@ -26,7 +27,7 @@ Undo = Callable[[], None]
 def fuse(model: Any, compiled: bool = True) -> Undo:
     """Change `model` in place. Returns a function that undoes it. Without `compiled`, only products are merged."""
     done: list[Undo] = []
-    mlp = torch.compile(_mlp, dynamic=True) if compiled else _mlp
+    mlp = compile_shapes(_mlp, dynamic=True) if compiled else _mlp
     kinds: dict[type, Any] = {}
     files = set()
     for module in model.modules():
@@ -39,15 +40,14 @@ def fuse(model: Any, compiled: bool = True) -> Undo:
             if undo is None and compiled:
                 kind = type(module)
                 if kind not in kinds:
-                    kinds[kind] = torch.compile(kind.forward, dynamic=True)
+                    kinds[kind] = compile_shapes(kind.forward, dynamic=True)
                 undo = _set(module, "forward", kinds[kind].__get__(module))
             if undo is not None:
                 done.append(undo)
     for file in files if compiled else ():
         for name in FUNCTIONS:
             if hasattr(file, name):
-                done.append(_set(file, name, torch.compile(getattr(file, name), dynamic=True)))
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+                done.append(_set(file, name, compile_shapes(getattr(file, name), dynamic=True)))
 
     def undo_all() -> None:
         for undo in reversed(done):
