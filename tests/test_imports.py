@@ -118,6 +118,7 @@ def test_import_needs_no_torch_and_is_fast():
 
 
 LIGHT = ["spec", "errors", "dtypes", "checks", "shipped", "planner.report", "kernels.policy", "engine.params", "cli"]
+LIGHT += ["engine.options", "cli.speculation", "planner.request"]
 
 
 @pytest.mark.parametrize("module", LIGHT)

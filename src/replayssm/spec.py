@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from replayssm.errors import DtypeError, OptionError, RingLengthError, ShapeError
 
 Kind = Literal["gdn", "kda"]
+SpecState = Literal["ring", "snapshot", "kv-replay", "fold"]  # how drafts are verified, see `replayssm.engine.windows`
 
 RING_LEN_MIN, RING_LEN_MAX = 1, 64
 HEAD_DIM_MAX = 256
@@ -109,6 +110,22 @@ class LayerSpec:
             Array(g, "float32"),
         )
 
+    def window_arrays(self, strategy: SpecState, tokens: int, state_dtype: str, io_dtype: str) -> dict[str, Array]:
+        """Buffers of one request for a window of `tokens` tokens, the newest one and its drafts, beside its slot:
+
+        the inputs of the conv, x; for `snapshot` the state after each token; for `kv-replay` what each token gave to
+        the recurrence."""
+        found = {"x": Array((tokens, self.qkv_dim), io_dtype)}
+        if strategy == "snapshot":
+            _, *state = self.state_array(1, state_dtype).shape
+            found["snapshots"] = Array((tokens, *state), state_dtype)
+        elif strategy == "kv-replay":
+            hv = self.num_v_heads
+            found["mixed_qkv"] = Array((tokens, self.qkv_dim), io_dtype)
+            found["a"] = Array((tokens, hv, self.head_k_dim) if self.is_kda else (tokens, hv), io_dtype)
+            found["b"] = Array((tokens, hv), io_dtype)
+        return found
+
     def record_bytes(self, io_dtype: str = "bfloat16") -> int:
         """Bytes of one ring record (d, k, g) of one slot."""
         return self.ring_arrays(1, 1, io_dtype).nbytes
@@ -148,6 +165,32 @@ def check_ring_len(ring_len: int) -> int:
     if isinstance(ring_len, bool) or not isinstance(ring_len, int) or not RING_LEN_MIN <= ring_len <= RING_LEN_MAX:
         raise RingLengthError(ring_len, RING_LEN_MIN, RING_LEN_MAX)
     return ring_len
+
+
+def ring_of(strategy: SpecState, ring_len: int, tokens: int) -> int | None:
+    """Length of the ring that a slot has for windows of `tokens` tokens; None for no ring."""
+    return {"ring": ring_len, "fold": tokens}.get(strategy)
+
+
+def ring_for(tokens: int) -> int:
+    """A ring for windows of `tokens` tokens where nobody names its length: the power of two that holds three of them.
+
+    That is 16 for 4 drafts, the length that was measured. A ring that one window nearly fills folds at every step.
+    """
+    return max(DEFAULT_RING_LEN, min(RING_LEN_MAX, 1 << (3 * tokens - 1).bit_length()))
+
+
+def check_window(strategy: SpecState, drafts: int, ring_len: int) -> None:
+    """Raise `OptionError` when a step cannot verify so many drafts."""
+    tokens = drafts + 1
+    if tokens >= RING_LEN_MAX:
+        raise OptionError(f"spec_tokens {drafts} is more than a step can verify; use 1…{RING_LEN_MAX - 2}")
+    if strategy == "ring" and tokens >= ring_len:
+        fewer = f", or spec_tokens up to {ring_len - 2}" if ring_len > 2 else ""
+        raise OptionError(
+            f"spec_tokens {drafts} makes a window of {tokens} tokens, which leaves no room in a ring of {ring_len}; "
+            f"use ring_len {tokens + 1} or more{fewer}"
+        )
 
 
 def check_state_dtype(dtype: str) -> str:

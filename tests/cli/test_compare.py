@@ -30,7 +30,7 @@ def judge(loaded, monkeypatch):
     logits = torch.linspace(-3, 3, 257)
 
     def call(got, expected, delta, drawn=7):
-        def last(loaded, prompt, route, options, params, steps):
+        def last(loaded, prompt, route, options, params, steps, drafts=()):
             return logits + delta * torch.eye(257)[7] if route == "replay" else logits.clone()
 
         monkeypatch.setattr(module, "last_logits", last)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ from replayssm.planner.request import parse_size
 from replayssm.spec import packed_traffic, replay_traffic
 
 KEYS = {"model", "source", "layer", "linear_layers", "attention", "settings", "weights", "request", "step", "ring"}
-KEYS |= {"capacity"}
-HELD = {"state", "ring", "conv", "kv", "total"}
+KEYS |= {"capacity", "spec"}
+HELD = {"state", "ring", "conv", "kv", "drafts", "total"}
+STATES = ["ring", "snapshot", "kv-replay", "fold"]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def test_every_known_checkpoint(cli, name):
 def test_json(cli):
     words = ["--batch", "1,64", "--ring-len", "10", "--state-dtype", "fp16", "--io-dtype", "fp32"]
     words += ["--kv-dtype", "fp8", "--context", "1000"]
-    result = cli("plan", "Qwen3.5-4B", *words, "--memory", "80GB", "--draft-tokens", "4", "--json")
+    result = cli("plan", "Qwen3.5-4B", *words, "--memory", "80GB", "--spec", "4", "--json")
     assert result.code == 0, result
     assert len(result.out.splitlines()) == 1
     assert "memory of a request" in result.err
@@ -76,26 +78,70 @@ def test_json(cli):
     capacity = found["capacity"]
     assert capacity["memory"] == 80 * 10**9
     assert [(row["mode"], row["draft_tokens"]) for row in capacity["rows"]] == [
-        ("packed", 0), ("replay", 0), ("packed", 4), ("replay", 4)
+        ("packed", 0), ("replay", 0), ("ring", 4), ("snapshot", 4), ("kv-replay", 4), ("fold", 4)
     ]  # fmt: skip
     for row in capacity["rows"]:
         free = capacity["memory"] - capacity["weights"]
         assert row["requests"] * row["total"] <= free < (row["requests"] + 1) * row["total"]
-    plain, ringed, drafting, drafting_ringed = (row["requests"] for row in capacity["rows"])
-    assert ringed < plain
-    assert drafting < drafting_ringed
+    plain, replay, ring, snapshot, kv_replay, fold = (row["requests"] for row in capacity["rows"])
+    assert plain > replay
+    assert plain > max(kv_replay, fold) >= min(kv_replay, fold) > ring > snapshot
+
+    spec = found["spec"]
+    assert (spec["drafts"], spec["window"], spec["ring_len"]) == (4, 5, 10)
+    assert list(spec["strategies"]) == STATES
+    for row in capacity["rows"][2:]:
+        held = spec["strategies"][row["mode"]]
+        assert {key: row[key] for key in HELD} == {key: held[key] for key in HELD}
+        assert held["per_snapshot"] == spec["strategies"]["snapshot"]["total"] / held["total"]
+        assert held["per_snapshot_without_kv"] >= held["per_snapshot"] >= 1
 
 
 def test_tables(cli):
-    result = cli("plan", "Kimi-Linear-48B-A3B", "--batch", "8", "--memory", "141GB", "--draft-tokens", "4")
+    result = cli("plan", "Kimi-Linear-48B-A3B", "--batch", "8", "--memory", "141GB", "--spec", "4")
     assert result.code == 0, result
     for text in (
         "20 (kda, 32/32 heads, K/V 128/128)", "7 (latent 576)", "91.5 GiB (bf16, text model)", "40.0 MiB",
         "fewest bytes at L = 10 (minimum over real L: 10.0): 0.603 of packed, 0.605 at L = 8",
-        "Fewest bytes is not fastest", "requests in 131 GiB", "packed, 4 draft tokens", "state alone",
+        "Fewest bytes is not fastest", "requests in 131 GiB", "4 drafts, snapshot", "state alone",
+        "ring of 16, for windows of 5 tokens; --ring-len takes",
+        "requests per snapshot's",
     ):  # fmt: skip
         assert text in result.out, text
     assert not result.err
+
+
+@pytest.mark.parametrize(
+    "words", [("Qwen3.5-122B-A10B", "--tp", "2"), ("Kimi-Linear-48B-A3B",)], ids=lambda words: words[0]
+)
+def test_a_ring_holds_three_times_the_requests_of_snapshots_on_a_gpu(cli, words):
+    result = cli("plan", *words, "--memory", "141GB", "--spec", "4")
+    fit = {name: re.search(rf"^4 drafts, {name} .* (\d+) +([\d.]+)$", result.out, re.M).groups() for name in STATES}
+    ring, times = int(fit["ring"][0]), float(fit["ring"][1])
+    assert ring >= 3 * int(fit["snapshot"][0]) > 0
+    assert times == pytest.approx(ring / int(fit["snapshot"][0]), abs=0.0051)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_every_known_checkpoint_with_drafts(cli, name):
+    words = ("plan", name, "--spec", "4", "--weights", "1GB", "--memory", "500GB", "--json")
+    found = cli(*words).json
+    fit = {row["mode"]: row["requests"] for row in found["capacity"]["rows"]}
+    assert fit["snapshot"] < fit["ring"] < fit["fold"] <= fit["kv-replay"] < fit["packed"]
+    alone = found["spec"]["strategies"]["ring"]["per_snapshot_without_kv"]
+    assert 4 < alone < 6
+
+
+def test_some_strategies_and_a_ring_of_ones_own(cli):
+    result = cli("plan", "gdn", "--spec", "6", "--spec-state", "snapshot, ring", "--ring-len", "8", "--json")
+    assert list(result.json["spec"]["strategies"]) == ["ring", "snapshot"]
+    assert result.json["spec"]["ring_len"] == 8
+    assert "ring of 8, for windows of 7 tokens\n" in result.err
+    result = cli("plan", "gdn", "--spec", "1", "--spec-state", "fold", "--json")
+    assert result.json["spec"]["ring_len"] is None
+    assert "ring of" not in result.err
+    assert cli("plan", "gdn", "--json").json["spec"] is None
+    assert cli("plan", "gdn", "--draft-tokens", "30", "--json").json["spec"]["ring_len"] == 64
 
 
 def test_one_shard(cli):
@@ -167,10 +213,16 @@ def test_sizes(text, size):
         (["gdn", "--io-dtype", "fp8"], "--io-dtype has dtype fp8"),
         (["gdn", "--kv-dtype", "int4"], "--kv-dtype has dtype int4"),
         (["gdn", "--context", "-1"], "--context -1 is below 0"),
-        (["gdn", "--draft-tokens", "-1"], "--draft-tokens -1 is below 0"),
-        (["gdn", "--draft-tokens", "2"], "--draft-tokens 2 has no effect without --memory"),
+        (["gdn", "--spec", "0"], "--spec 0 is below 1"),
+        (["gdn", "--spec", "x"], "invalid int value: 'x'"),
+        (["gdn", "--spec", "63"], "--spec 63 is more than a step can verify; use 1…62"),
+        (
+            ["gdn", "--spec", "4", "--spec-state", "undo"],
+            "--spec-state 'undo' is unknown; use one or more of ring, snap",
+        ),
+        (["gdn", "--spec-state", "ring"], "--spec-state ring has no effect without --spec"),
         (["gdn", "--reserve", "1GB"], "--reserve 1GB has no effect without --memory"),
-        (["gdn", "--memory", "1GB", "--draft-tokens", "9"], "--draft-tokens 9 makes as many records"),
+        (["gdn", "--spec", "9", "--ring-len", "10"], "use --ring-len 11 or more, or --spec up to 8"),
         (["gdn", "--tp", "0"], "--tp 0 is below 1"),
         (["gdn", "--tp", "3"], "--tp 3 does not divide 2 key heads and 4 value heads"),
         (["gdn", "--memory", "80"], "'80' is not a size with a unit"),

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from replayssm.cli.serve import decode_route
+from tests.engine.common import engine_of
 from tests.server.common import PATIENCE, call, connect, events
 
 SMALL = ("--memory", "1GiB", "--max-requests", "4", "--device", "cpu", "--context", "256")
@@ -63,6 +65,27 @@ def test_it_says_what_it_does_answers_and_drains(saved):
         assert part in said
     assert said.rstrip().endswith("stopped")
     assert "Traceback" not in said
+
+
+def test_it_says_how_it_drafts(saved):
+    words = ("--spec", "ngram", "--spec-tokens", 3, "--no-spec-adaptive", *SMALL)
+    with process(saved, "--port", 0, *words) as (made, errors):
+        assert made.stdout.readline().startswith("ready: ")
+        made.send_signal(signal.SIGTERM)
+        assert made.wait(PATIENCE) == 0
+    said = "".join(errors)
+    assert "ring of 16, for windows of 4 tokens (3 drafts and the newest one); --ring-len takes another" in said
+    assert "windows of drafts" in said
+    assert "ngram, 3 drafts a step, verified by ring of 16" in said
+
+
+def test_decode_without_a_ring_of_its_own_is_said():
+    for state in ("snapshot", "fold"):
+        with engine_of(spec="ngram", spec_state=state, mode="auto") as engine:
+            assert decode_route(engine) == f"packed: windows of drafts by {state} leave no ring for other steps"
+            assert engine.runner._route(4) == "packed"
+    with engine_of(spec="ngram", ring_len=8) as engine:
+        assert decode_route(engine) == "replay, ring of 8 (mode replay)"
 
 
 def test_mistakes_end_it_before_it_serves(refused, saved, copy):

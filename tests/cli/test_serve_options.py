@@ -70,6 +70,21 @@ def test_the_command_line_is_stronger_than_the_file(file):
     assert parsed("--config", file("")).model == "gdn"
 
 
+def test_drafts_arrive_with_a_ring_that_suits_them(file):
+    words = ("--spec", "mtp", "--spec-tokens", 2, "--spec-state", "fold", "--no-spec-adaptive")
+    assert parsed(*words).engine == EngineOptions(
+        spec="mtp", spec_tokens=2, spec_state="fold", spec_adaptive=False
+    )  # fmt: skip
+    assert parsed("--spec", "ngram").engine == EngineOptions(spec="ngram", ring_len=16)
+    assert parsed("--spec", "ngram", "--linear-replayssm-cache-len", 7).engine.ring_len == 7
+    made = file("spec: ngram\nspec-tokens: 6\nspec_adaptive: false\n")
+    engine = EngineOptions(spec="ngram", spec_tokens=6, spec_adaptive=False, ring_len=32)
+    assert parsed("--config", made).engine == engine
+    assert parsed("--config", made, "--spec-tokens", 1, "--spec-adaptive").engine == EngineOptions(
+        spec="ngram", spec_tokens=1
+    )
+
+
 def test_the_key_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("REPLAYSSM_API_KEY", "hidden")
     assert parsed().server.api_key == "hidden"
@@ -123,6 +138,20 @@ def test_names_of_other_engines(words, field, value):
         (["--prefix-interval", 8], "no effect without --prefix-cache"),
         (["--mode", "packed", "--ring-len", 4], "--ring-len 4 has no effect"),
         (["--mode", "fast"], "invalid choice"),
+        (["--spec", "oracle"], "invalid choice: 'oracle'"),
+        (["--spec-tokens", 2], "--spec-tokens 2 has no effect without --spec ngram or mtp"),
+        (["--spec-adaptive"], "--spec-adaptive has no effect without"),
+        (["--spec", "ngram", "--spec-tokens", 0], "--spec-tokens 0 is below 1"),
+        (["--spec", "ngram", "--ring-len", 4], "ring of 4; use --ring-len 6 or more, or --spec-tokens up to 2"),
+        (
+            ["--spec", "ngram", "--spec-state", "snapshot", "--ring-len", 8],
+            "--ring-len 8 has no effect with --spec-state",
+        ),
+        (["--spec", "ngram", "--mode", "packed"], "--spec-state 'ring' needs a ring, and mode 'packed' has none"),
+        (
+            ["--spec", "ngram", "--prefix-cache", "--prefix-policy", "truncate"],
+            "--prefix-policy 'truncate' .*materialize",
+        ),
         (["--config", "/no/such"], "/no/such cannot be read"),
     ],
 )
@@ -139,6 +168,8 @@ def test_refusals(words, said):
         ("port: x", "port 'x' is no whole number"),
         ("port: true", "port True is no whole number"),
         ("port: [1]", r"port \[1\] is no whole number"),
+        ("spec: oracle", "spec 'oracle' is unknown; use one of ngram, mtp"),
+        ("spec: ngram\nspec-tokens: two", "spec-tokens 'two' is no whole number"),
         ("prefix-cache: 1", "prefix-cache 1 is no true or false"),
         ("mode: fast", "mode 'fast' is unknown; use one of auto, replay, packed"),
         ("max-requests: 1\nmax_requests: 2", "twice"),

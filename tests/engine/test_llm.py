@@ -102,6 +102,37 @@ def test_what_cannot_run_is_refused_before_anything_does(prompts, params, error,
         still_works(llm)
 
 
+def test_drafts_are_counted_for_each_output():
+    prompts = prompts_of(SMALL)[:3]
+    params = [greedy(), SamplingParams(temperature=0.5, n=2, seed=1, max_tokens=TOKENS), greedy()]
+    with llm_of() as llm:
+        plain = llm.generate(prompts, params)
+    assert {(one.drafted, one.drafts_kept) for one in plain} == {(0, 0)}
+    with llm_of(spec="ngram", spec_tokens=2, spec_adaptive=False, ring_len=8) as llm:
+        truths = {tuple(p): [list(one.token_ids) for one in out.outputs] for p, out in zip(prompts, plain, strict=True)}
+
+        def propose(requests, most):
+            """The first draft is right, the second wrong."""
+            found = []
+            for request, count in zip(requests, most, strict=True):
+                truth = truths[tuple(request.prompt)][request.index][len(request.output) :]
+                found.append([truth[0], (truth[1] + 1) % 80][:count] if count else [])
+            return found
+
+        llm.engine.drafter.propose = propose
+        found = llm.generate(prompts, params)
+        stats = llm.engine.stats
+    for output, before in zip(found, plain, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in before.outputs]
+        for one in output.outputs:
+            assert one.drafts_kept in (TOKENS // 2 - 1, TOKENS // 2)  # a step gives two tokens
+            assert one.drafts_kept < one.drafted <= 2 * one.drafts_kept
+        assert output.drafted == sum(one.drafted for one in output.outputs)
+        assert output.drafts_kept == sum(one.drafts_kept for one in output.outputs)
+    assert stats.drafted == sum(one.drafted for one in found)
+    assert stats.drafts_kept == sum(one.drafts_kept for one in found)
+
+
 def test_options_that_do_not_exist_are_named():
     with pytest.raises(OptionError, match="unknown option 'ring'; an engine has ring_len, "):
         LLM(loaded_of(), ring=3)

@@ -351,7 +351,7 @@ def test_draft_lengths_follow_what_pays():
     [
         ({"spec": "oracle"}, "spec 'oracle' is unknown; use one of ngram, mtp"),
         ({"spec": "ngram", "spec_state": "undo"}, "use one of ring, snapshot, kv-replay, fold"),
-        ({"spec": "ngram", "ring_len": 4}, "a window of 5 tokens .* ring of 4; use ring_len 6 or more, or .* up to 2"),
+        ({"spec": "ngram", "ring_len": 4}, "a window of 5 tokens, .* ring of 4; use ring_len 6 or more, or .* up to 2"),
         ({"spec": "ngram", "ring_len": 2}, "use ring_len 6 or more$"),
         ({"spec": "ngram", "spec_tokens": 63, "ring_len": 64}, "use 1…62"),
         ({"spec": "ngram", "spec_tokens": 0}, "spec_tokens"),

@@ -35,9 +35,12 @@ def test_options_and_paths_exist():
             build_parser().parse_args([*command, "--help"])
         others |= set(re.findall(r"--([a-z][a-z-]+)", text.getvalue()))
     named = set(re.findall(r"--([a-z][a-z-]+)", DOC))
+    others |= {f"no-{option.name}" for option in OPTIONS.values() if option.kind is bool}
     assert named <= {option.name for option in OPTIONS.values()} | others
     for option in GROUPS["names of other engines"]:
         assert f"`--{option.name}`" in part("Options")
+    for option in GROUPS["speculation"]:
+        assert re.search(rf"^\| `--(no-)?{option.name}\b", part("Options"), re.M)
     with serving() as running:
         described = running.call("/openapi.json").json["paths"]
     paths = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/metrics")

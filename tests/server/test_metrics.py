@@ -67,6 +67,28 @@ def test_numbers_are_those_of_what_was_asked():
     assert (now["slots", ()], now["ring_len", ()]) == (4, 8)
 
 
+def test_drafts_are_counted():
+    options = {"max_requests": 2, "spec": "ngram", "ring_len": 16, "spec_adaptive": False}
+    asked = {"prompt": "the sea the sea the sea", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    with serving(shipped()) as running:
+        alone = running.call("/v1/completions", asked).json["choices"]
+        now = read(running)
+        assert now["draft_tokens_total", ()] == now["decode_rows_total", ("window",)] == 0
+    with serving(shipped(), options) as running:
+        assert read(running)["draft_tokens_total", ()] == 0, "the warm-up is not counted"
+        assert running.call("/v1/completions", asked).json["choices"] == alone
+        running.call("/v1/completions", {**asked, "temperature": 1, "seed": 1})
+        now, stats, engine = read(running), running.call("/stats").json, running.engine.stats
+    kept, drafted = now["draft_tokens_kept_total", ()], now["draft_tokens_total", ()]
+    assert (kept, drafted) == (engine.drafts_kept, engine.drafted)
+    assert 20 < kept < drafted
+    rows = {route: now["decode_rows_total", (route,)] for route in ("replay", "packed", "window")}
+    assert sum(rows.values()) == now["decode_batch_size_sum", ()] == 2 * 59 - kept
+    assert kept / 4 <= rows["window"] < rows["window"] + rows["replay"]
+    assert (stats["spec"], stats["drafted"], stats["drafts_kept"]) == ("ngram", drafted, kept)
+    assert stats["window_rows"] == rows["window"]
+
+
 def test_gauges_while_requests_run_and_wait():
     """States may be all taken while pages are nearly free, and the other way round: they have gauges of their own."""
     with serving(engine={"max_requests": 2}) as running, slow_steps(running, 0.03):

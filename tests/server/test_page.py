@@ -62,6 +62,7 @@ def test_state_and_chat(page):
         share = 100 * meter.saved / (meter.saved + meter.moved)
         assert f"({share:.1f} %)" in shows(page, "saved", "%")
         assert shows(page, "rows", "%").startswith("100.0 %")
+        assert shows(page, "drafts", "o") == "off"
         assert re.match(r"[1-9]\d*\.\d %", shows(page, "prefix", "%"))
         assert shows(page, "tokens", ",").endswith(f", {stats.generated_tokens}")
 
@@ -92,6 +93,21 @@ def test_state_and_chat(page):
         assert "temperature" in shows(page, "trouble", "temperature")
         assert all(url.startswith(running.url) or url.startswith("data:") for url in page.asked)
     assert [text for text in page.complaints if "400" not in text] == []
+
+
+@needs_chromium
+def test_right_drafts_are_shown(page):
+    options = {"spec": "ngram", "ring_len": 16, "spec_adaptive": False}
+    with serving(shipped(), options) as running:
+        page.goto(running.url)
+        assert shows(page, "drafts", "0$") == "– of 0"
+        running.call("/v1/completions", {"prompt": "the sea the sea the sea", "max_tokens": 60, "temperature": 0})
+        stats, meter = running.engine.stats, running.engine.runner.meter
+        right = f"{100 * stats.drafts_kept / stats.drafted:.1f} % of {stats.drafted}"
+        assert shows(page, "drafts", "[1-9]") == right
+        windows = 100 * meter.window_rows / (meter.window_rows + meter.replay_rows)
+        assert shows(page, "rows", "drafts$").endswith(f", {windows:.1f} % with drafts")
+    assert page.complaints == []
 
 
 @needs_chromium
@@ -141,6 +157,15 @@ def test_accessible_names_and_order(page):
         ]  # fmt: skip
         page.set_viewport_size({"width": 320, "height": 600})
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_every_number_of_the_page_has_a_place_and_is_in_the_statistics(server):
+    text, stats = PAGE.read_text(encoding="utf-8"), server.call("/stats").json
+    places = set(re.findall(r' id="([\w-]+)"', text))
+    assert set(re.findall(r'(?:show|used)\("([\w-]+)"', text)) <= places
+    read = set(re.findall(r"\bs\.([a-z_]+)", text))
+    assert {"spec", "drafted", "drafts_kept", "window_rows"} <= read
+    assert read <= stats.keys()
 
 
 def test_nothing_from_outside(server):

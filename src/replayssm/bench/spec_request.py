@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
 from replayssm.bench.serving_request import ThroughputRequest
+from replayssm.checks import at_least
 from replayssm.engine.options import EngineOptions, SpecState
 from replayssm.errors import OptionError
 from replayssm.spec import DEFAULT_RING_LEN
@@ -34,6 +35,8 @@ class SpecRequest(ThroughputRequest):
                 raise OptionError(
                     f"--spec-state {name!r} is unknown; use one or more of {', '.join(get_args(SpecState))}"
                 )
+        at_least("--steps", args.steps)
+        at_least("--spec-tokens", args.spec_tokens)
         args.mode = "auto"
         args.output_tokens = (args.steps + WARM_STEPS + 2) * (args.spec_tokens + 1)
         base = ThroughputRequest.from_args(args)

@@ -93,7 +93,7 @@ def compare(
     if at >= min(len(run.tokens), len(other.tokens)):  # one run is a prefix of the other: no end token, nothing to tie
         return Verdict(reference, "different", at, at)
     x, y, before = run.tokens[at], other.tokens[at], run.tokens[:at]
-    raw = last_logits(loaded, prompt, route, options, params, at)
+    raw = last_logits(loaded, prompt, route, options, params, at, run.drafts)
     drawn = draw(raw, prompt.tokens, before, params)
     mine = raw.float().cpu()
     theirs = last_logits(loaded, prompt, reference, options, params, at).float().cpu()

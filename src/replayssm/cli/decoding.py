@@ -19,8 +19,8 @@ from replayssm.errors import DeviceError, ModelFilesError, PromptError
 from replayssm.models.cache import config_state_dtype
 from replayssm.models.loading import LoadedModel, load_model
 
-# By the engine with a ring, by the engine without, by transformers.
-Route = Literal["replay", "packed", "stock"]
+# By the engine with drafts, with a ring, without; by transformers.
+Route = Literal["spec", "replay", "packed", "stock"]
 
 # Parameters below which one CPU thread is as fast as several, and far faster when another process wants a core.
 SMALL_MODEL = 50_000_000
@@ -47,7 +47,7 @@ class Prompt(NamedTuple):
 class Run:
     """Tokens of one run, and what the engine says about them (stock transformers: the tokens alone).
 
-    `stopped` is the stop text that ended it; `traffic` what the ops counted.
+    `stopped` is the stop text that ended it; `traffic` what the ops counted; `drafts` those of each decode step.
     """
 
     tokens: list[int]
@@ -58,11 +58,25 @@ class Run:
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     traffic: dict[str, int] | None = field(default=None)
+    steps: int | None = None
+    drafted: int = 0
+    drafts_kept: int = 0
+    drafts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def decoded(self) -> int:
+        """Tokens of decode steps; the first one comes out of the prompt's forward."""
+        return len(self.tokens) - 1
 
     @property
     def decode_steps(self) -> int:
-        """Forwards of one token each; the first token comes out of the prompt's forward."""
-        return len(self.tokens) - 1
+        """Forwards behind the prompt's: one for each token where there are no drafts."""
+        return self.decoded if self.steps is None else self.steps
+
+    @property
+    def rate(self) -> float | None:
+        """Decoded tokens a second."""
+        return self.decoded / self.decode_seconds if self.decoded and self.decode_seconds > 0 else None
 
 
 def load(name: str, dtype: str, device: str | None) -> LoadedModel:

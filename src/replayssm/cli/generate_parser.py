@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from replayssm.cli.speculation import DRAFTERS, HELP, SPEC_STATES
+
 DEFAULT_MAX_TOKENS = 200
 
 GENERATE_EXAMPLES = """\
@@ -15,20 +17,25 @@ After the text the same prompt is decoded again, by packed decode in the engine 
 with the same seed. The tokens must be equal; a first difference within the numerical noise of the model counts as a
 near-tie and is named.
 
+With --spec a step verifies several drafted tokens, and the text is the same: it is decoded once more without drafts,
+which says how much faster it was. Without --ring-len the ring is long enough for the windows.
+
 With --jsonl each line is an object with "prompt", a text or token ids, and any fields of SamplingParams, as in
 {"id": 7, "prompt": "Once", "max_tokens": 20, "temperature": 0.8, "n": 2, "stop": ["."]}. Sampling options of the
 command line hold for lines that do not say otherwise; where no seed is named, prompt i (from 0) has --seed plus i.
 Other keys come back in the result. Results are lines of JSON in the order of the prompts, each written as soon as those
 before it are: "line" (from 1), "prompt_tokens", "text", "token_ids", "finish_reason", "logprobs" if asked for, "ttft"
-and "seconds" (since the start, to the first and the last token), "cached_tokens", with n > 1 a list "outputs"; or
-"error", which stops no other line. Replay or packed decode is taken by the number of requests, and there is no second
-decode.
+and "seconds" (since the start, to the first and the last token), "drafted" and "drafts_kept" (by --spec),
+"cached_tokens", with n > 1 a list "outputs"; or "error", which stops no other line. Replay or packed decode is taken by
+the number of requests, and there is no second decode.
 
 examples:
   replayssm generate gdn --prompt "In the beginning" --max-tokens 100
   replayssm generate gdn --temperature 0.8 --top-p 0.95 --seed 7
   cat letter.txt | replayssm generate gdn --prompt-file - --quiet
   replayssm generate gdn --state-dtype fp16 --ring-len 32
+  replayssm generate gdn --spec mtp
+  replayssm generate gdn --spec ngram --spec-tokens 8 --no-spec-adaptive --prompt "To be, or not to be, to be"
   replayssm generate gdn --json --quiet | python3 -m json.tool
   replayssm generate gdn --jsonl prompts.jsonl --out results.jsonl --temperature 0.8 --stop "Chapter"
 
@@ -78,6 +85,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--prefix-cache", action="store_true", help="compute what prompts of --jsonl begin with alike only once"
     )
+    engine.add_argument("--spec", choices=DRAFTERS, help=HELP["spec"])
+    engine.add_argument("--spec-tokens", type=int, metavar="N", help=HELP["spec_tokens"])
+    engine.add_argument("--spec-state", choices=SPEC_STATES, help=HELP["spec_state"])
+    engine.add_argument("--spec-adaptive", action=argparse.BooleanOptionalAction, help=HELP["spec_adaptive"])
     engine.add_argument("--no-replay", action="store_true", help="packed decode: read and write the state every step")
 
 

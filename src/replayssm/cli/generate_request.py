@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from replayssm.checks import writable
-from replayssm.cli.options import Decode, read_prompt
+from replayssm.cli.options import Decode, named_as_options, read_prompt
+from replayssm.cli.speculation import SPEC_STATES, spec_fields
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import OptionError, PromptError
@@ -49,7 +49,7 @@ class GenerateRequest(NamedTuple):
     def from_args(cls, args: argparse.Namespace) -> GenerateRequest:
         """Raises `OptionError`, `RingLengthError`, `DtypeError` or `PromptError`."""
         given = given_sampling(args)
-        with _named_as_options():
+        with named_as_options():
             params = sampling_params(given)
         _check_sampling(args, given)
         engine = _engine_options(args)
@@ -104,9 +104,12 @@ def _check_single(args: argparse.Namespace) -> None:
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
     decode = Decode.from_args(args)
     memory = None if args.memory is None else parse_size("--memory", args.memory)
-    with _named_as_options():
+    spec = {"ring_len": decode.ring_len, **spec_fields(vars(args), args.ring_len)}
+    if args.no_replay and args.spec is not None and spec.get("spec_state", EngineOptions.spec_state) == "ring":
+        others = ", ".join(state for state in SPEC_STATES if state != "ring")
+        raise OptionError(f"--no-replay has no ring for --spec-state ring; drop it, or use one of {others}")
+    with named_as_options():
         return EngineOptions(
-            ring_len=decode.ring_len,
             state_dtype=decode.state_dtype,
             mode="packed" if args.no_replay else "replay" if args.jsonl is None else "auto",
             memory=memory,
@@ -114,6 +117,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
             chunk_tokens=args.chunk_tokens,
             context=args.context,
             prefix_cache=args.prefix_cache,
+            **spec,
         )
 
 
@@ -135,13 +139,3 @@ def read_lines(source: str) -> list[Line]:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-@contextmanager
-def _named_as_options() -> Iterator[None]:
-    """Messages of `SamplingParams` and `EngineOptions` begin with a field; here that is an option."""
-    try:
-        yield
-    except OptionError as error:
-        name, _, rest = str(error).partition(" ")
-        raise OptionError(f"{_option(name)} {rest}") from error

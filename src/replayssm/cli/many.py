@@ -14,20 +14,27 @@ from replayssm.cli.decoding import end_tokens, load
 from replayssm.cli.generate_request import GenerateRequest, Line
 from replayssm.cli.memory import print_memory
 from replayssm.cli.prompt_lines import asked_of, kept_keys, read_object, result_of
+from replayssm.cli.speculation import ring_note
 from replayssm.engine.core import Engine
 from replayssm.engine.request import Request, output_of
 from replayssm.errors import ReplayError
+from replayssm.models.loading import find_model
+from replayssm.models.mtp import check_mtp
 
 
 def run_many(request: GenerateRequest) -> int:
     """Return 0, or 1 when a line failed."""
-    args, lines = request.args, request.lines or []
+    args, lines, options = request.args, request.lines or [], request.engine
+    if options.spec == "mtp":
+        check_mtp(find_model(args.model), args.model)
     with ExitStack() as stack:
         with step(f"loading {args.model}", args.quiet):
             loaded = load(args.model, args.dtype, args.device)
             end_tokens(loaded)
-            engine = stack.enter_context(closing(Engine(loaded, request.engine)))
+            engine = stack.enter_context(closing(Engine(loaded, options)))
         if not args.quiet:
+            if (note := ring_note(options, args.ring_len)) is not None:
+                print(note, file=sys.stderr)
             print_memory(engine)
         out = args.out
         if request.out is not None:
@@ -44,11 +51,14 @@ def run_many(request: GenerateRequest) -> int:
                 engine.step()
                 while done:
                     done.popleft().give(results)
-        seconds = time.perf_counter() - start
+        seconds, stats = time.perf_counter() - start, engine.stats
     if not args.quiet:
         failed = f", {results.failed} of them failed" if results.failed else ""
         rate = f": {results.tokens / seconds:.1f} tokens/s" if results.tokens else ""
         print(f"{len(lines)} prompts{failed}, {results.tokens} tokens in {seconds:.2f} s{rate}", file=sys.stderr)
+        if options.spec is not None:
+            right = f" ({100 * stats.drafts_kept / stats.drafted:.1f} %)" if stats.drafted else ""
+            print(f"{stats.drafted} drafted, {stats.drafts_kept} kept{right}", file=sys.stderr)
     return 1 if results.failed else 0
 
 

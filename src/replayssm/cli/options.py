@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +15,7 @@ from typing import NamedTuple
 from replayssm.checks import at_least, needs_matplotlib, writable
 from replayssm.dtypes import parse_state_dtype
 from replayssm.errors import OptionError, PromptError
-from replayssm.spec import check_ring_len
+from replayssm.spec import DEFAULT_RING_LEN, check_ring_len
 from replayssm.study.task import SETS
 
 # Of `study task`: problems of a set.
@@ -35,9 +38,9 @@ class Decode:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Decode:
         """Check `--ring-len` and `--state-dtype`."""
-        check_ring_len(args.ring_len)
+        ring_len = check_ring_len(DEFAULT_RING_LEN if args.ring_len is None else args.ring_len)
         given = args.state_dtype
-        return cls(args.ring_len, None if given is None else parse_state_dtype(given, "--state-dtype"))
+        return cls(ring_len, None if given is None else parse_state_dtype(given, "--state-dtype"))
 
 
 class CheckRequest(NamedTuple):
@@ -119,6 +122,23 @@ def _command(words: str, args: argparse.Namespace, **given: object) -> str:
     for name, value in (dict(models=args.models) | given | dict(device=args.device)).items():
         found += [] if value is None else [f"--{name}", str(value)]
     return shlex.join(found)
+
+
+@contextmanager
+def named_as_options(others: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Messages of dataclasses of options begin with a field, and may name others; here these are options.
+
+    `others` are fields whose option has another name.
+    """
+    names = {name: "--" + name.replace("_", "-") for name in ("ring_len", "spec_tokens", "spec_state")}
+    names |= others or {}
+    try:
+        yield
+    except OptionError as error:
+        name, _, rest = str(error).partition(" ")
+        for field, option in names.items():
+            rest = re.sub(rf"\b{field}\b", option, rest)
+        raise OptionError(f"{names.get(name, '--' + name.replace('_', '-'))} {rest}") from error
 
 
 def read_prompt(args: argparse.Namespace) -> str:

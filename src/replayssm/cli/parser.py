@@ -9,15 +9,17 @@ from replayssm import __version__
 from replayssm.bench.request import BenchRequest
 from replayssm.bench.serving_configs import CONFIGS
 from replayssm.bench.serving_request import LatencyRequest, ThroughputRequest
+from replayssm.cli.bench_prefix_parser import add_bench_prefix
 from replayssm.cli.bench_serve_parser import add_bench_serve
 from replayssm.cli.bench_spec_parser import add_bench_spec
 from replayssm.cli.generate_parser import GENERATE_EXAMPLES, add_engine, add_prompts, add_sampling, add_switches
 from replayssm.cli.generate_request import GenerateRequest
 from replayssm.cli.options import COUNT, CheckRequest, StudyRequest, TaskRequest
 from replayssm.cli.serve_parser import add_serve
+from replayssm.engine.options import EngineOptions
 from replayssm.errors import OptionError
 from replayssm.planner.request import PlanRequest
-from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, RING_LEN_MIN
+from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, RING_LEN_MIN, ring_for
 from replayssm.study.task import SETS
 
 DEFAULT_MODEL = "gdn"
@@ -109,12 +111,16 @@ fetched. Bytes of a step are those of the states and rings: `ops.count_traffic()
 holds the state and the conv's inputs of each linear layer, the keys and values of each attention layer for --context
 tokens, and with replay the ring. With --tp all figures are those of one shard.
 
+With --spec N a step verifies windows of N + 1 tokens. The table shows what the engine holds for each way to do that,
+and how many requests fit where one fits that keeps a state for each token (snapshot).
+
 SIZE has a unit: 80GiB is 80·2^30 bytes, 80GB and 80G are 80·10^9.
 
 examples:
   replayssm plan Qwen3.5-9B
+  replayssm plan Qwen3.5-122B-A10B --tp 2 --memory 141GB --spec 4
   replayssm plan Kimi-Linear-48B-A3B --batch 1,64 --ring-len 10 --state-dtype bf16 --plot kimi.png
-  replayssm plan Qwen3-Next-80B-A3B --tp 4 --memory 141GB --reserve 10GB --context 32768 --draft-tokens 4
+  replayssm plan Qwen3-Next-80B-A3B --tp 4 --memory 141GB --reserve 10GB --context 32768 --spec 4
   replayssm plan ./Qwen3.5-0.8B/config.json --memory 24GiB --weights 1.7GB
   replayssm plan gdn --json | python3 -m json.tool
 
@@ -202,7 +208,7 @@ def _generate(commands: Any, common: Parser) -> None:
     parser.set_defaults(request=GenerateRequest.from_args)
     add_prompts(_model(parser))
     add_sampling(parser)
-    _decode(parser)
+    _decode(parser, None, f"default {DEFAULT_RING_LEN}; {ring_for(EngineOptions.spec_tokens + 1)} with --spec")
     add_engine(parser)
     add_switches(parser)
 
@@ -263,6 +269,7 @@ def _bench(commands: Any) -> None:
     _latency(suites)
     add_bench_serve(suites)
     add_bench_spec(suites, _serving)
+    add_bench_prefix(suites, _serving)
 
 
 def _throughput(suites: Any) -> None:
@@ -396,9 +403,8 @@ def _plan(commands: Any, common: Parser) -> None:
     parser.add_argument(
         "--ring-len",
         type=int,
-        default=DEFAULT_RING_LEN,
         metavar="L",
-        help=f"records of a ring, {RING_LEN_MIN}…{RING_LEN_MAX} (default %(default)s)",
+        help=f"records of a ring, {RING_LEN_MIN}…{RING_LEN_MAX} (default {DEFAULT_RING_LEN}; longer for --spec)",
     )
     dtypes = parser.add_argument_group("dtypes")
     dtypes.add_argument(
@@ -415,8 +421,10 @@ def _plan(commands: Any, common: Parser) -> None:
     memory.add_argument("--memory", metavar="SIZE", help="of one GPU: say how many requests fit")
     memory.add_argument("--weights", metavar="SIZE", help="of the whole model (default: the name's, or the folder's)")
     memory.add_argument("--reserve", metavar="SIZE", help="keep free for activations and the like (default 0)")
-    memory.add_argument("--draft-tokens", type=int, default=0, metavar="T", help="speculation: tokens checked at once")
     memory.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel shards (default %(default)s)")
+    spec = parser.add_argument_group("speculation")
+    spec.add_argument("--spec", "--draft-tokens", type=int, metavar="N", help="drafts that a step verifies")
+    spec.add_argument("--spec-state", metavar="S,…", help="ring, snapshot, kv-replay, fold, or several (default: all)")
     parser.add_argument("--plot", metavar="FILE", help="bytes of a step against the ring length (png, svg, pdf)")
 
 
@@ -431,9 +439,11 @@ def _model(parser: argparse.ArgumentParser) -> Any:
     return prompt
 
 
-def _decode(parser: argparse.ArgumentParser) -> None:
+def _decode(
+    parser: argparse.ArgumentParser, ring_len: int | None = DEFAULT_RING_LEN, said: str = "default %(default)s"
+) -> None:
     decode = parser.add_argument_group("decode")
-    _ring_len(decode)
+    _ring_len(decode, ring_len, said)
     decode.add_argument(
         "--state-dtype",
         metavar="D",
@@ -453,11 +463,11 @@ def _device(parser: Any) -> None:
     parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
 
 
-def _ring_len(parser: Any) -> None:
+def _ring_len(parser: Any, default: int | None = DEFAULT_RING_LEN, said: str = "default %(default)s") -> None:
     parser.add_argument(
         "--ring-len",
         type=int,
-        default=DEFAULT_RING_LEN,
+        default=default,
         metavar="L",
-        help=f"decode steps between two writes of the state, {RING_LEN_MIN}…{RING_LEN_MAX} (default %(default)s)",
+        help=f"decode steps between two writes of the state, {RING_LEN_MIN}…{RING_LEN_MAX} ({said})",
     )

@@ -9,11 +9,13 @@ The JSON object; all sizes are bytes of one tensor-parallel shard:
     settings           ring_len, state_dtype and who chose it, io_dtype, kv_dtype, context, tp
     weights            bytes (0: not counted) and source
     request            state, ring, conv, kv of one layer each; of all layers for packed and for replay, with total
+    spec               null, or drafts, window, ring_len, and by strategy the memory of a request; per_snapshot:
+                       requests that fit where one of the strategy `snapshot` does, with KV and without
     step               a row per batch: read, written, total of one layer and of all, packed and replay; their ratio;
                        simplest: all layers by the estimate that knows the state only
     ring               one row, all layers: bytes_by_length for L = 1 … 64, where they are fewest (best; best_formula
                        and best_real by the formulas of docs/mathematics.md) and at the chosen L
-    capacity           null, or memory, weights, reserve and a row per mode and number of draft tokens: requests
+    capacity           null, or memory, weights, reserve and a row per mode and strategy: requests
 """
 
 from __future__ import annotations
@@ -26,12 +28,18 @@ from replayssm.planner import plot
 from replayssm.planner.report import report
 from replayssm.planner.request import PlanRequest
 
+PARTS = ("state", "ring", "conv", "drafts", "kv", "total")
+TITLES = ("state", "ring", "conv", "drafts", "KV", "in all")
+RATIOS = ("per_snapshot", "per_snapshot_without_kv")
+
 
 def run_command(request: PlanRequest) -> int:
     """Print the tables, or the same as JSON."""
     result = report(request)
     _print_head(request, result)
     _print_request(result)
+    if result["spec"]:
+        _print_spec(request, result["spec"])
     _print_step(result)
     _print_ring(result["ring"])
     if result["capacity"]:
@@ -80,6 +88,23 @@ def _print_request(result: dict[str, Any]) -> None:
     print_table(("memory of a request", "one layer", "all, packed", "all, replay"), rows)
 
 
+def _print_spec(request: PlanRequest, spec: dict[str, Any]) -> None:
+    rows = [
+        (name, *(human_bytes(held[key]) for key in PARTS), *(f"{held[key]:.2f}" for key in RATIOS))
+        for name, held in spec["strategies"].items()
+    ]
+    print()
+    title = f"a request with {spec['drafts']} drafts"
+    print_table((title, *TITLES, "requests per snapshot's", "without KV"), rows)
+    if spec["ring_len"] is not None:
+        chosen = "" if request.args.ring_len is not None else "; --ring-len takes another"
+        print(f"ring of {spec['ring_len']}, for windows of {spec['window']} tokens{chosen}")
+    print(
+        f"drafts: inputs of the conv for {spec['window']} tokens, snapshots a state for each of them besides; a draft "
+        "model's or head's own memory is not in it"
+    )
+
+
 def _sizes(held: dict[str, Any], name: str) -> tuple[str, str]:
     return human_bytes(held["packed"][name]), human_bytes(held["replay"][name])
 
@@ -117,17 +142,20 @@ def _print_ring(ring: dict[str, Any]) -> None:
 def _print_capacity(capacity: dict[str, Any]) -> None:
     sizes = {key: human_bytes(capacity[key]) for key in ("memory", "weights", "reserve")}
     print(f"\nrequests in {sizes['memory']}, of which weights {sizes['weights']}, kept free {sizes['reserve']}")
+    drafting = any(row["draft_tokens"] for row in capacity["rows"])
+    parts = [i for i, part in enumerate(PARTS) if part != "drafts" or drafting]
+    base = next((row["requests"] for row in capacity["rows"] if row["mode"] == "snapshot"), 0)
     rows = [
-        (_mode(row), *(human_bytes(row[key]) for key in ("state", "ring", "conv", "kv", "total")), str(row["requests"]))
+        (
+            _mode(row),
+            *(human_bytes(row[PARTS[i]]) for i in parts),
+            str(row["requests"]),
+            *((f"{row['requests'] / base:.2f}" if row["draft_tokens"] else "–",) if base else ()),
+        )
         for row in capacity["rows"]
     ]
-    print_table(("decode", "state", "ring", "conv", "KV", "a request", "requests"), rows)
-    if any(row["draft_tokens"] for row in capacity["rows"]):
-        print(
-            "speculation: packed decode keeps the state before the draft tokens and one after each; replay one "
-            "checkpoint, and their records in the ring"
-        )
+    print_table(("decode", *(TITLES[i] for i in parts), "requests", *(("per snapshot's",) if base else ())), rows)
 
 
 def _mode(row: dict[str, Any]) -> str:
-    return f"{row['mode']}, {row['draft_tokens']} draft tokens" if row["draft_tokens"] else row["mode"]
+    return f"{row['draft_tokens']} drafts, {row['mode']}" if row["draft_tokens"] else row["mode"]

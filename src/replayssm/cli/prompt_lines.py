@@ -16,7 +16,7 @@ from replayssm.errors import OptionError, PromptError
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 RESULTS = (
     "line", "error", "prompt_tokens", "text", "token_ids", "finish_reason", "cached_tokens", "ttft", "seconds",
-    "outputs",
+    "drafted", "drafts_kept", "outputs",
 )  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def _completion(one: Completion) -> dict[str, Any]:
     found: dict[str, Any] = {"text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
     if one.logprobs:
         found["logprobs"] = [logprob._asdict() for logprob in one.logprobs]
-    return found | {"ttft": one.ttft, "seconds": one.seconds}
+    drafts = {"drafted": one.drafted, "drafts_kept": one.drafts_kept}
+    return found | {"ttft": one.ttft, "seconds": one.seconds} | drafts
 
 
 def _prompt(found: Mapping[str, Any]) -> str | list[int]:

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from replayssm.cli import speculation
 from replayssm.cli.console import print_table
 from replayssm.cli.decoding import load, state_dtype
 from replayssm.cli.memory import print_memory
@@ -16,13 +17,16 @@ from replayssm.engine.core import Engine
 from replayssm.errors import OptionError
 from replayssm.kernels.choose import backend
 from replayssm.models.loading import LoadedModel, find_model
+from replayssm.models.mtp import check_mtp
 from replayssm.server.run import Server
 from replayssm.server.service import Service
 
 
 def run_command(request: ServeRequest) -> int:
     """Return 0 when stopped. Raises why it cannot serve."""
-    find_model(request.model)
+    folder = find_model(request.model)
+    if request.engine.spec == "mtp":
+        check_mtp(folder, request.model)
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if request.decode_backend == "triton" and not device.startswith("cuda"):
         raise OptionError(f"--linear-attn-decode-backend triton does not run on {device}; drop it, or use a GPU")
@@ -33,6 +37,8 @@ def run_command(request: ServeRequest) -> int:
         loaded.append(load(request.model, request.dtype, request.device))
         return loaded[0]
 
+    if (note := speculation.ring_note(request.engine, request.given.get("ring_len"))) is not None:
+        print(note, file=sys.stderr)
     start = time.perf_counter()
     server = Server(make, request.model, request.server, request.engine, lambda service: ready(service))
 
@@ -58,6 +64,7 @@ def describe(request: ServeRequest, service: Service, loaded: LoadedModel) -> No
     rows = [
         *((("kernels" if i == 0 else ""), line) for i, line in enumerate(kernels(engine))),
         ("decode", decode_route(engine)),
+        ("drafts", speculation.describe(engine.options)),
         ("state", f"{dtype.name} ({dtype.source})"),
         ("prefix cache", prefix),
         ("chat template", service.chat.source),
@@ -84,6 +91,8 @@ def kernels(engine: Engine) -> list[str]:
 def decode_route(engine: Engine) -> str:
     """What decodes at which batch, and who decided it."""
     runner, ring = engine.runner, engine.slots.ring_len
+    if runner.windows is not None and runner.windows.strategy != "ring":
+        return f"packed: windows of drafts by {runner.windows.strategy} leave no ring for other steps"
     if ring is None:
         return "packed (mode packed): no ring"
     if runner.mode == "replay":

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from replayssm.cli.speculation import DRAFTERS, HELP, SPEC_STATES
+
 
 @dataclass(frozen=True)
 class Option:
@@ -44,7 +46,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "decode": (
         Option("mode", "auto: the faster one at each batch size (default)", choices=("auto", "replay", "packed")),
-        Option("ring-len", "decode steps between two writes of the state, 1…64 (default 8)", int, "L"),
+        Option("ring-len", "decode steps between two writes of the state, 1…64 (default 8; 16 with --spec)", int, "L"),
         Option("state-dtype", "float32, bfloat16, float16 (default: as for `generate`)", metavar="D"),
     ),
     "memory": (
@@ -69,6 +71,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("prefix-interval", "tokens between kept states of a request (default 64)", int, "N"),
         Option("prefix-share", "of the memory besides weights, for kept states (default 0.1)", float, "F"),
+    ),
+    "speculation": (
+        Option("spec", HELP["spec"], choices=DRAFTERS),
+        Option("spec-tokens", HELP["spec_tokens"], int, "N"),
+        Option("spec-state", HELP["spec_state"], choices=SPEC_STATES),
+        Option("spec-adaptive", HELP["spec_adaptive"], bool),
     ),
     "engine": (
         Option("chunk-tokens", "of prompts in a step (default 2048)", int, "N"),

@@ -9,7 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from replayssm.cli.options import named_as_options
 from replayssm.cli.serve_options import OPTIONS
+from replayssm.cli.speculation import spec_fields
 from replayssm.dtypes import parse_state_dtype
 from replayssm.engine.options import EngineOptions
 from replayssm.errors import OptionError
@@ -21,7 +23,7 @@ KEY_VARIABLE = "REPLAYSSM_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "xgrammar")
 SERVER = ("served_name", "host", "port", "api_key", "max_queue", "drain_seconds")
 ENGINE = (
-    "mode", "ring_len", "memory_fraction", "max_requests", "context", "page_size", "preempt", "prefix_cache",
+    "mode", "memory_fraction", "max_requests", "context", "page_size", "preempt", "prefix_cache",
     "prefix_policy", "prefix_strategy",
     "prefix_interval", "prefix_share", "chunk_tokens", "graphs", "overlap",
 )  # fmt: skip
@@ -63,16 +65,14 @@ class ServeRequest(NamedTuple):
         if (key := os.environ.get(KEY_VARIABLE)) and "api_key" not in given:
             server["api_key"] = key
         engine = {name: given[name] for name in ENGINE if name in given}
+        engine |= spec_fields(given, given.get("ring_len"))
         if "memory" in given:
             engine["memory"] = parse_size("--memory", given["memory"])
         if "state_dtype" in given:
             engine["state_dtype"] = parse_state_dtype(given["state_dtype"], "--state-dtype")
         _check_together(given)
-        try:
+        with named_as_options():
             made = ServerOptions(**server), EngineOptions(**engine)
-        except OptionError as error:
-            name, _, rest = str(error).partition(" ")
-            raise OptionError(f"--{name.replace('_', '-')} {rest}") from error
         model = str(given.get("model", DEFAULT_MODEL))
         return cls(args, model, given.get("dtype", "float32"), given.get("device"), *made, given, backend)
 

@@ -33,6 +33,11 @@ def token_arrays(head: MTPHead) -> list[TokenArray]:
     return [TokenArray(heads, dim, dtype)] * 2
 
 
+def hidden_bytes(head: MTPHead, tokens: int) -> int:
+    """Hidden states of one request's window of `tokens` tokens."""
+    return tokens * head.config.hidden_size * head.fc.weight.element_size()
+
+
 class MTPDrafter:
     """A `Drafter` that hears of every forward of `runner`. `arrays` are the head's in the pool of pages."""
 

@@ -7,12 +7,11 @@ from typing import Literal, get_args
 
 from replayssm.checks import at_least
 from replayssm.errors import OptionError
-from replayssm.spec import DEFAULT_RING_LEN, RING_LEN_MAX, check_ring_len
+from replayssm.spec import DEFAULT_RING_LEN, SpecState, check_ring_len, check_window
 
 Mode = Literal["auto", "replay", "packed"]
 Preempt = Literal["offload", "recompute"]
 Spec = Literal["ngram", "mtp"]
-SpecState = Literal["ring", "snapshot", "kv-replay", "fold"]
 PrefixPolicy = Literal["materialize", "truncate"]
 PrefixStrategy = Literal["no_buffer", "extra_buffer"]
 BUFFERS = 2  # of a request under "extra_buffer": one is filled while the other may be taken
@@ -110,17 +109,9 @@ class EngineOptions:
         return self.spec_tokens + 1
 
     def _check_spec(self) -> None:
-        if self.window >= RING_LEN_MAX:
-            most = RING_LEN_MAX - 2
-            raise OptionError(f"spec_tokens {self.spec_tokens} is more than a step can verify; use 1…{most}")
         if self.spec_state == "ring" and self.mode == "packed":
             raise OptionError("spec_state 'ring' needs a ring, and mode 'packed' has none; use mode 'auto' or 'replay'")
-        if self.spec_state == "ring" and self.window >= self.ring_len:
-            fewer = f", or spec_tokens up to {self.ring_len - 2}" if self.ring_len > 2 else ""
-            raise OptionError(
-                f"a window of {self.window} tokens ({self.spec_tokens} drafts) leaves no room in a ring of "
-                f"{self.ring_len}; use ring_len {self.window + 1} or more{fewer}"
-            )
+        check_window(self.spec_state, self.spec_tokens, self.ring_len)
         if self.prefix_cache and self.prefix_policy == "truncate":
             raise OptionError(
                 "prefix_policy 'truncate' keeps no conv window for the folds of verified drafts; use 'materialize', or "

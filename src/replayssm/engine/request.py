@@ -137,6 +137,7 @@ class Completion:
         error: what went wrong, with finish_reason "error".
         ttft: seconds from submission to the first token.
         seconds: from submission to the last token.
+        drafted, drafts_kept: tokens that were guessed, and those of them that the model took.
     """
 
     index: int
@@ -147,13 +148,16 @@ class Completion:
     error: str | None = None
     ttft: float | None = None
     seconds: float | None = None
+    drafted: int = 0
+    drafts_kept: int = 0
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """A prompt with its outputs. `text`, `token_ids` and `finish_reason` are those of the first.
 
-    `cached_tokens` of the prompt came from the prefix cache; `preemptions` counts how often it had to make room.
+    `cached_tokens` of the prompt came from the prefix cache; `preemptions` counts how often it had to make room;
+    `drafted` and `drafts_kept` are those of all outputs.
     """
 
     id: int
@@ -182,6 +186,16 @@ class RequestOutput:
         """Of the first output."""
         return self.outputs[0].logprobs
 
+    @property
+    def drafted(self) -> int:
+        """Tokens that were guessed."""
+        return sum(one.drafted for one in self.outputs)
+
+    @property
+    def drafts_kept(self) -> int:
+        """Guesses that the model took."""
+        return sum(one.drafts_kept for one in self.outputs)
+
 
 def completion_of(request: Request) -> Completion:
     """What there is of an output so far."""
@@ -190,6 +204,7 @@ def completion_of(request: Request) -> Completion:
     return Completion(
         request.index, text, tuple(request.output), request.reason, tuple(request.logprobs), request.error,
         None if first is None else first - request.arrived, None if last is None else last - request.arrived,
+        request.drafted, request.drafts_kept,
     )  # fmt: skip
 
 

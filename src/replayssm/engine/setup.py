@@ -12,18 +12,18 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from replayssm.engine import attention
 from replayssm.engine.fuse import fuse
-from replayssm.engine.mtp_drafter import token_arrays
+from replayssm.engine.mtp_drafter import hidden_bytes, token_arrays
 from replayssm.engine.options import BUFFERS, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.sampler import History, prepare, sample
-from replayssm.engine.windows import Windows, ring_of
+from replayssm.engine.windows import Windows
 from replayssm.errors import DeviceError, OptionError, UnsupportedModelError
 from replayssm.models.enable import enable
 from replayssm.models.layers import ReplayMixin
 from replayssm.models.loading import LoadedModel
 from replayssm.models.mtp import MTPHead, load_mtp
 from replayssm.models.parallel import least, most, ranks_of
-from replayssm.spec import LayerSpec
+from replayssm.spec import LayerSpec, ring_of
 from replayssm.state import MemoryPlan, PagePool, SlotPool, TokenArray, on, plan_memory
 
 GIB = 2**30
@@ -122,6 +122,9 @@ def _build(loaded: LoadedModel, options: EngineOptions, device: torch.device) ->
         drafts = 0
         if options.spec is not None:
             drafts = Windows.row_bytes(options.spec_state, specs, options.window, state_dtype, io_dtype)
+        if head is not None:
+            drafts += hidden_bytes(head, options.window)
+            work += hidden_bytes(head, options.window)  # of padding rows, which have no slot
         conv = _conv_bytes(specs, io_dtype) * (2 if twice and ring else 1)
         plan = plan_memory(
             budget, weights, work, slot + drafts, slot - without_ring - (conv - _conv_bytes(specs, io_dtype)), conv,

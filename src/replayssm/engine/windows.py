@@ -23,13 +23,8 @@ from torch import Tensor, nn
 
 from replayssm import ops
 from replayssm.engine.options import SpecState
-from replayssm.spec import DTYPE_BYTES, LayerSpec
+from replayssm.spec import LayerSpec
 from replayssm.state import SlotPool
-
-
-def ring_of(strategy: SpecState, ring_len: int, tokens: int) -> int | None:
-    """Length of the ring that a pool needs for windows of `tokens` tokens; None for no ring."""
-    return {"ring": ring_len, "fold": tokens}.get(strategy)
 
 
 class Windows:
@@ -53,23 +48,24 @@ class Windows:
     ) -> None:
         self.strategy, self.slots, self.tokens = strategy, slots, tokens
 
-        def buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            return torch.zeros(slots.layers, rows, tokens, *shape, dtype=dtype, device=slots.device)
-
-        self._buffers = {name: buffer(*kind) for name, kind in _kinds(strategy, slots).items()}
+        dtypes = (str(x.dtype).removeprefix("torch.") for x in (slots.state, slots.conv))
+        self._buffers = {
+            name: torch.zeros(slots.layers, rows, *shape, dtype=getattr(torch, dtype), device=slots.device)
+            for name, (shape, dtype) in slots.spec.window_arrays(strategy, tokens, *dtypes).items()
+        }
         if strategy == "kv-replay":
             self._gates = [torch.stack([x.detach() for x in one]) for one in zip(*gates, strict=True)]
 
     @staticmethod
     def row_bytes(strategy: SpecState, specs: Sequence[LayerSpec], tokens: int, state_dtype: str, io_dtype: str) -> int:
         """Bytes of the buffers of one request."""
-        spec, io = specs[0], DTYPE_BYTES[io_dtype]
-        token = spec.qkv_dim * io
-        if strategy == "snapshot":
-            token += spec.state_array(1, state_dtype).nbytes
-        elif strategy == "kv-replay":
-            token += (spec.qkv_dim + spec.num_v_heads * (1 + (spec.head_k_dim if spec.is_kda else 1))) * io
-        return len(specs) * tokens * token
+        arrays = specs[0].window_arrays(strategy, tokens, state_dtype, io_dtype)
+        return len(specs) * sum(array.nbytes for array in arrays.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        return sum(x.nbytes for x in self._buffers.values())
 
     def view(self, name: str, rows: int, tokens: int) -> Tensor:
         """[layers, B, T, …] of a buffer: "x", "snapshots", "mixed_qkv", "a" or "b"."""
@@ -136,14 +132,3 @@ class LayerWindow(NamedTuple):
                 *gates, kept.get("snapshots"), core, self.slots, self.lengths, True, *kind
             )
         return core.view(rows * tokens, 1, *core.shape[2:])
-
-
-def _kinds(strategy: SpecState, slots: SlotPool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    spec, io = slots.spec, slots.conv.dtype
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"x": ((spec.qkv_dim,), io)}
-    if strategy == "snapshot":
-        found["snapshots"] = (tuple(slots.state.shape[2:]), slots.state.dtype)
-    elif strategy == "kv-replay":
-        gate = (spec.num_v_heads, spec.head_k_dim) if spec.is_kda else (spec.num_v_heads,)
-        found |= {"mixed_qkv": ((spec.qkv_dim,), io), "a": (gate, io), "b": ((spec.num_v_heads,), io)}
-    return found

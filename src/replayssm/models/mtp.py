@@ -25,7 +25,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from replayssm.errors import ModelFilesError, ModelNotFoundError, ShapeError, UnsupportedModelError
-from replayssm.models.loading import INDEX, WEIGHTS, some_of, weight_map
+from replayssm.models.loading import INDEX, WEIGHTS, load_config, some_of, weight_map
 
 PREFIX = "mtp."
 MTP_WEIGHTS = "mtp.safetensors"
@@ -142,6 +142,20 @@ class MTPHead(nn.Module):
 def has_mtp(folder: str | Path) -> bool:
     """Whether a checkpoint folder has weights named `mtp.*`."""
     return bool(_where(Path(folder)))
+
+
+def check_mtp(folder: str | Path, name: str) -> None:
+    """Whether the head of a model called `name` can be loaded from its folder, by config and names of tensors alone.
+
+    Raises `UnsupportedModelError` or `ModelFilesError` with what works instead, and what `load_config` raises.
+    """
+    model_type = load_config(Path(folder)).get_text_config(decoder=True).model_type
+    works = f"mtp works with {MODEL_TYPES[0]} checkpoints that have it, as the shipped gdn; ngram works with all"
+    if model_type not in MODEL_TYPES:
+        raise UnsupportedModelError(f"{name}: model type {model_type!r} has no MTP head known here; {works}")
+    if not has_mtp(folder):
+        where = f"{WEIGHTS}, its shards or {MTP_WEIGHTS}"
+        raise ModelFilesError(f"{name} has no tensors named {PREFIX}* in {where}; {works}")
 
 
 def load_mtp(folder: str | Path, model: Any) -> MTPHead:

@@ -10,17 +10,20 @@ from fractions import Fraction
 from math import isqrt
 from typing import Literal, NamedTuple
 
-from replayssm.errors import MemoryBudgetError, OptionError
+from replayssm.errors import MemoryBudgetError
 from replayssm.planner.checkpoints import Geometry
 from replayssm.spec import (
     DTYPE_BYTES,
     RING_LEN_MAX,
     RING_LEN_MIN,
     LayerSpec,
+    SpecState,
     Traffic,
     check_ring_len,
+    check_window,
     packed_traffic,
     replay_traffic,
+    ring_of,
 )
 
 Mode = Literal["packed", "replay"]
@@ -39,12 +42,16 @@ class Settings:
 
 
 class RequestBytes(NamedTuple):
-    """What one request holds in memory; `kv` grows with the context, the others do not."""
+    """What one request holds in memory; `kv` grows with the context, the others do not.
+
+    `drafts` are buffers for windows while they are verified. The cursor, 4 bytes, is left out.
+    """
 
     state: int
     ring: int
     conv: int
     kv: int
+    drafts: int = 0
 
     @property
     def total(self) -> int:
@@ -63,30 +70,29 @@ def layer_bytes(geometry: Geometry, settings: Settings) -> RequestBytes:
     )
 
 
-def request_bytes(geometry: Geometry, settings: Settings, mode: Mode, draft_tokens: int = 0) -> RequestBytes:
-    """All layers of one request. With `draft_tokens` = T > 0 the target model checks T tokens at once:
-
-    * packed keeps the state before them and one after each, T + 1 in all, so that the one after the last accepted
-      token is there whichever that is;
-    * replay keeps one checkpoint, and the T records go to the ring, which must hold them (`OptionError` otherwise);
-    * the conv's inputs of the T tokens are kept by both, T more columns: accepting fewer shifts the window back.
-    """
-    if draft_tokens and mode == "replay" and draft_tokens > settings.ring_len:
-        raise OptionError(
-            f"--draft-tokens {draft_tokens} makes as many records, a ring of --ring-len {settings.ring_len} does not "
-            "hold them; make the ring as long"
-        )
+def request_bytes(geometry: Geometry, settings: Settings, mode: Mode) -> RequestBytes:
+    """All layers of one request, without drafts."""
     linear, one = geometry.linear_layers, layer_bytes(geometry, settings)
-    states = draft_tokens + 1 if mode == "packed" else 1
-    columns = geometry.spec.conv_kernel - 1
-    # A kernel of width 1 keeps no input of the past, but still those of the draft.
-    column = geometry.spec.qkv_dim * DTYPE_BYTES[settings.io_dtype]
-    return RequestBytes(
-        linear * states * one.state,
-        linear * one.ring if mode == "replay" else 0,
-        linear * (columns + draft_tokens) * column,
-        geometry.attention.layers * one.kv,
-    )
+    ring = one.ring if mode == "replay" else 0
+    return RequestBytes(linear * one.state, linear * ring, linear * one.conv, geometry.attention.layers * one.kv)
+
+
+def spec_bytes(geometry: Geometry, settings: Settings, strategy: SpecState, drafts: int) -> RequestBytes:
+    """All layers of one request that the engine verifies up to `drafts` drafts of in a step, a window of drafts + 1:
+
+    * all keep one state and the conv's inputs of the window;
+    * `ring`: the ring of `settings.ring_len` records, which must hold more than the window (`OptionError` otherwise);
+    * `snapshot`: a state after each token of the window, any of which may turn out to be the one to go on from;
+    * `kv-replay`: what each token of the window gave to the recurrence;
+    * `fold`: a ring as long as the window.
+    """
+    check_window(strategy, drafts, settings.ring_len)
+    spec, linear, window = geometry.spec, geometry.linear_layers, drafts + 1
+    buffers = spec.window_arrays(strategy, window, settings.state_dtype, settings.io_dtype).values()
+    length = ring_of(strategy, settings.ring_len, window)
+    ring = 0 if length is None else spec.ring_arrays(length, 1, settings.io_dtype).nbytes
+    held = request_bytes(geometry, settings, "packed")
+    return held._replace(ring=linear * ring, drafts=linear * sum(array.nbytes for array in buffers))
 
 
 def step_traffic(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from replayssm.planner.estimate import (
     Mode,
+    RequestBytes,
     best_ring_len,
     best_ring_len_formula,
     best_ring_len_real,
@@ -14,6 +15,7 @@ from replayssm.planner.estimate import (
     layer_bytes,
     layer_traffic,
     request_bytes,
+    spec_bytes,
     step_traffic,
 )
 from replayssm.planner.request import PlanRequest
@@ -36,17 +38,39 @@ def report(request: PlanRequest) -> dict[str, Any]:
         "weights": {"bytes": request.weights, "source": request.weights_source},
         "request": {
             "layer": layer_bytes(geometry, settings)._asdict(),
-            **{mode: _held(request, mode, 0) for mode in MODES},
+            **{mode: _held(request_bytes(geometry, settings, mode)) for mode in MODES},
         },
+        "spec": None if request.spec is None else _spec(request),
         "step": [_step(request, batch) for batch in request.batches],
         "ring": _ring(request),
         "capacity": None if request.budget is None else _capacity(request),
     }
 
 
-def _held(request: PlanRequest, mode: Mode, draft_tokens: int) -> dict[str, int]:
-    held = request_bytes(request.geometry, request.settings, mode, draft_tokens)
+def _held(held: RequestBytes) -> dict[str, int]:
     return {**held._asdict(), "total": held.total}
+
+
+def _spec(request: PlanRequest) -> dict[str, Any]:
+    """Memory of a request by strategy, and how many requests each holds for one of `snapshot`, in the same memory."""
+    spec = request.spec
+    assert spec is not None
+    settings = replace(request.settings, ring_len=spec.ring_len)
+    most = spec_bytes(request.geometry, settings, "snapshot", spec.drafts)
+    found = {}
+    for name in spec.strategies:
+        held = spec_bytes(request.geometry, settings, name, spec.drafts)
+        found[name] = {
+            **_held(held),
+            "per_snapshot": most.total / held.total,
+            "per_snapshot_without_kv": (most.total - most.kv) / (held.total - held.kv),
+        }
+    return {
+        "drafts": spec.drafts,
+        "window": spec.drafts + 1,
+        "ring_len": spec.ring_len if "ring" in found else None,
+        "strategies": found,
+    }
 
 
 def _step(request: PlanRequest, batch: int) -> dict[str, Any]:
@@ -89,10 +113,12 @@ def _ring(request: PlanRequest) -> dict[str, Any]:
 def _capacity(request: PlanRequest) -> dict[str, Any]:
     budget = request.budget
     assert budget is not None
-    rows = []
-    for draft_tokens in dict.fromkeys((0, request.draft_tokens)):
-        for mode in MODES:
-            held = _held(request, mode, draft_tokens)
-            fit = budget.requests(held["total"])
-            rows.append({"mode": mode, "draft_tokens": draft_tokens, **held, "requests": fit})
+    held = [(mode, 0, _held(request_bytes(request.geometry, request.settings, mode))) for mode in MODES]
+    if request.spec is not None:
+        for name, parts in _spec(request)["strategies"].items():
+            held.append((name, request.spec.drafts, {key: parts[key] for key in held[0][2]}))
+    rows = [
+        {"mode": mode, "draft_tokens": drafts, **parts, "requests": budget.requests(parts["total"])}
+        for mode, drafts, parts in held
+    ]
     return {**asdict(budget), "rows": rows}

@@ -6,7 +6,7 @@ import argparse
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from replayssm.checks import at_least, batch_sizes, dtype_name, plot_file
 from replayssm.dtypes import parse_state_dtype, resolve_state_dtype
@@ -14,10 +14,18 @@ from replayssm.errors import OptionError
 from replayssm.planner.checkpoints import Geometry
 from replayssm.planner.estimate import KV_BYTES, Budget, Settings
 from replayssm.planner.lookup import Model, find
-from replayssm.spec import STATE_DTYPES, check_ring_len
+from replayssm.spec import DEFAULT_RING_LEN, STATE_DTYPES, SpecState, check_ring_len, check_window, ring_for
 
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt])(i?)b?|b)", re.IGNORECASE)
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Speculation(NamedTuple):
+    """Up to `drafts` drafts a step, verified by one of `strategies`; `ring_len` is that of the strategy `ring`."""
+
+    drafts: int
+    ring_len: int
+    strategies: tuple[SpecState, ...]
 
 
 class PlanRequest(NamedTuple):
@@ -30,7 +38,7 @@ class PlanRequest(NamedTuple):
     state_dtype_source: str
     batches: tuple[int, ...]
     tp: int
-    draft_tokens: int
+    spec: Speculation | None
     weights: int
     weights_source: str
     budget: Budget | None
@@ -39,27 +47,48 @@ class PlanRequest(NamedTuple):
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlanRequest:
         """Raises `OptionError`, `DtypeError`, `RingLengthError`, and what `lookup.find` raises."""
-        check_ring_len(args.ring_len)
+        ring_len = check_ring_len(DEFAULT_RING_LEN if args.ring_len is None else args.ring_len)
         io_dtype = dtype_name("--io-dtype", args.io_dtype, STATE_DTYPES)
         kv_dtype = dtype_name("--kv-dtype", args.kv_dtype, tuple(KV_BYTES))
         option = None if args.state_dtype is None else parse_state_dtype(args.state_dtype, "--state-dtype")
         batches, tp = batch_sizes(args.batch), at_least("--tp", args.tp)
-        context, draft = at_least("--context", args.context, 0), at_least("--draft-tokens", args.draft_tokens, 0)
+        context, spec = at_least("--context", args.context, 0), _speculation(args)
         memory, weights, reserve = (_size(f"--{n}", getattr(args, n)) for n in ("memory", "weights", "reserve"))
-        if memory is None and (draft or reserve):
-            name, value = ("draft-tokens", draft) if draft else ("reserve", args.reserve)
-            raise OptionError(f"--{name} {value} has no effect without --memory; add it, or drop this")
+        if memory is None and reserve:
+            raise OptionError(f"--reserve {args.reserve} has no effect without --memory; add it, or drop this")
         plot = None if args.plot is None else plot_file(Path(args.plot))
 
         model = find(args.model)
         geometry = model.geometry.shard(tp)
         state = resolve_state_dtype(option, model.state_dtype)
-        settings = Settings(args.ring_len, state.name, io_dtype, kv_dtype, context)
+        settings = Settings(ring_len, state.name, io_dtype, kv_dtype, context)
         said = model.weights_source if weights is None else "--weights"
         whole = model.weights if weights is None else weights
         share = -(-(whole or 0) // tp)
         budget = None if memory is None else Budget(memory, share, reserve or 0)
-        return cls(args, model, geometry, settings, state.source, batches, tp, draft, share, said, budget, plot)
+        return cls(args, model, geometry, settings, state.source, batches, tp, spec, share, said, budget, plot)
+
+
+def _speculation(args: argparse.Namespace) -> Speculation | None:
+    if args.spec is None:
+        if args.spec_state is not None:
+            raise OptionError(f"--spec-state {args.spec_state} has no effect without --spec; add it, or drop this")
+        return None
+    drafts = at_least("--spec", args.spec)
+    known: tuple[SpecState, ...] = get_args(SpecState)
+    asked = known if args.spec_state is None else tuple(part.strip() for part in args.spec_state.split(","))
+    for name in asked:
+        if name not in known:
+            raise OptionError(f"--spec-state {name!r} is unknown; use one or more of {', '.join(known)}")
+    strategies = tuple(name for name in known if name in asked)
+    ring_len = ring_for(drafts + 1) if args.ring_len is None else args.ring_len
+    try:
+        for strategy in strategies:
+            check_window(strategy, drafts, ring_len)
+    except OptionError as error:
+        said = str(error).replace("spec_tokens", "--spec").replace("ring_len", "--ring-len")
+        raise OptionError(said) from error
+    return Speculation(drafts, ring_len, strategies)
 
 
 def parse_size(option: str, text: str) -> int:

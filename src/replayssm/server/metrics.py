@@ -47,6 +47,10 @@ def snapshot(service: Service) -> dict[str, Any]:
         "steps": engine.steps,
         "replay_rows": meter.replay_rows,
         "packed_rows": meter.packed_rows,
+        "window_rows": meter.window_rows,
+        "spec": engine.options.spec,
+        "drafted": stats.drafted,
+        "drafts_kept": stats.drafts_kept,
         "flushes": meter.flushes,
         "state_bytes_moved": meter.moved,
         "state_bytes_saved": meter.saved,
@@ -79,6 +83,8 @@ COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens that were computed"),
     "cached_tokens": ("prompt_tokens_cached", "Prompt tokens taken from the prefix cache"),
     "generated_tokens": ("generation_tokens", "Tokens of outputs"),
+    "drafted": ("draft_tokens", "Tokens that were drafted"),
+    "drafts_kept": ("draft_tokens_kept", "Drafts that the model took"),
     "preemptions": ("preemptions", "Times that a finished output had to make room"),
     "steps": ("engine_steps", "Steps of the engine"),
     "flushes": ("ring_flushes", "Rings folded into their states"),
@@ -132,7 +138,7 @@ class ServiceCollector(Collector):
             ended.add_metric([reason], now["finished"].get(reason, 0))
         yield ended
         rows = CounterMetricFamily("replayssm_decode_rows", "Rows of decode steps by route", labels=["route"])
-        for route in ("replay", "packed"):
+        for route in ("replay", "packed", "window"):
             rows.add_metric([route], now[f"{route}_rows"])
         yield rows
         if (prefix := now["prefix"]) is not None:

@@ -181,7 +181,7 @@ class PrefixCache:
         stats = self.stats
         stats.requests += 1
         stats.asked += asked
-        stats.pages_hit += match.pages_depth
+        stats.pages_hit += max(match.pages_depth, match.depth)  # a tail has a page, too
         stats.hit += match.depth
         stats.requests_hit += match.depth > 0
 
