@@ -137,7 +137,8 @@ def measure(prefixes: int, depth: int, extension: int, page_size: int, seed: int
     cache, places = forest.cache, forest.cache.cached_pages
     match = [_timed(partial(_depth, cache, tokens), forest.depth) for tokens in forest.kept]
     for tokens, _ in forest.trunks:
-        pass
+        other = tokens + forest.tokens(extension)
+        _timed(partial(_depth, cache, other), len(tokens))
     insert = [forest.enter(i)[0] for i in range(forest.samples)]
     cache.check()
     forest.leave()
