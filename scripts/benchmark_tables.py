@@ -1,4 +1,4 @@
-"""Print the tables of docs/benchmarks/README.md and serving/README.md from the JSON files beside them.
+"""Print the tables of docs/benchmarks, of README.md, serving/README.md and prefix/README.md, from the JSON files.
 
 python scripts/benchmark_tables.py            all tables
 python scripts/benchmark_tables.py FOLDER     those of another folder of `replayssm bench decode --json` files
@@ -84,6 +84,34 @@ def serving_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefix_table(result: dict[str, Any]) -> str:
+    """One row per case: time to the first token without a cache and with one, and what it took over, for each mode."""
+    modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
+    heads = [f"{mode} {name}" for mode in modes for name in ("cold ms", "warm ms", "ratio", "tokens reused")]
+    lines = ["| part | case | prompt | " + " | ".join(heads) + " |", "|" + "---|" * (3 + len(heads))]
+    rows = {(row["part"], row["case"], row["mode"]): row for row in result["rows"] if row["status"] == "ok"}
+    for part, case in dict.fromkeys((part, case) for part, case, _ in rows):
+        mine = [rows[part, case, mode] for mode in modes]
+        cells = [part, case, str(mine[0]["prompt_tokens"])]
+        for row in mine:
+            cells += [f"{row['cold_ms']['median']:.0f}", f"{row['warm_ms']['median']:.0f}", f"{row['ratio']:.2f}"]
+            cells.append(f"{sum(row['cached_tokens']) / row['requests']:.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tree_table(result: dict[str, Any]) -> str:
+    """One row per page size: µs in the tree of prefixes, mean and p99."""
+    lines = ["| page size | look-up µs (p99) | entry µs (p99) | entry of all pages µs | room for a page µs |"]
+    lines.append("|---|---|---|---|---|")
+    for row in result["tree"]:
+        cells = [str(row["page_size"])]
+        cells += [f"{row[name]['mean']:.0f} ({row[name]['p99']:.0f})" for name in ("match_us", "insert_us")]
+        cells += [f"{row[name]['mean']:.0f}" for name in ("fresh_us", "evict_us")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def tables(folder: Path = FOLDER) -> dict[str, str]:
     """Title -> markdown."""
     read = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
@@ -96,6 +124,11 @@ def tables(folder: Path = FOLDER) -> dict[str, str]:
         found["geometries"] = geometry_table(geometries)
     for path in sorted((folder / "serving").glob("throughput-*.json")):
         found[f"serving, {path.stem}"] = serving_table(json.loads(path.read_text(encoding="utf-8")))
+    for path in sorted((folder / "prefix").glob("prefix-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        found[f"prefix, {path.stem}"] = prefix_table(result)
+        if result["tree"]:
+            found[f"prefix, {path.stem}, tree"] = tree_table(result)
     return found
 
 

@@ -30,7 +30,7 @@ def test_the_readme_shows_the_raw_results():
     spec = importlib.util.spec_from_file_location("benchmark_tables", ROOT / "scripts" / "benchmark_tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    pages = (FOLDER / "README.md", FOLDER / "serving" / "README.md")
+    pages = [FOLDER / name / "README.md" for name in ("", "serving", "prefix")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     for title, table in module.tables().items():
         assert table in text, f"table {title!r} is not that of the JSON; run scripts/benchmark_tables.py"
@@ -91,6 +91,22 @@ def test_a_serving_result_can_be_reproduced_and_was_checked(path):
         assert (row["status"], row["check"]["ok"]) == ("ok", True), row
         assert row["steps"] == row["periods"] * result["ring_len"]
         assert row["mode"] != "auto" or row["vs_packed"] >= 0.99, "mode auto must not be slower than packed decode"
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "prefix").glob("*.json")), ids=lambda path: path.stem)
+def test_a_prefix_result_can_be_reproduced_and_was_checked(path):
+    result = load(path)
+    assert result["ok"]
+    assert result["command"].startswith("replayssm bench prefix ")
+    assert not re.search(r"(^|[\s=])[/~]", result["command"]), "a path of one machine"
+    assert {"torch", "python", "transformers"} <= set(result["versions"])
+    for row in result["rows"]:
+        assert (row["status"], row["check"]["cold"]["ok"], row["check"]["warm"]["ok"]) == ("ok", True, True), row
+        assert row["met"] is not False, row
+    for row in result["tree"]:
+        assert (row["status"], row["met"]) == ("ok", True), row
+    assert result["reuse"]
+    assert all(one["equal"] for one in result["reuse"])
 
 
 def test_the_first_page_shows_what_the_engine_gains():

@@ -191,6 +191,13 @@ def test_times_of_the_tree_against_their_target(monkeypatch, limit, met):
         assert 0 < row[name]["median"] <= row[name]["p99"]
 
 
+@pytest.mark.parametrize(("slow", "met"), [(0, False), (1, False), (2, True), (3, True)])
+def test_only_look_ups_and_entries_have_a_target(monkeypatch, slow, met):
+    times = iter([1e9 if i == slow else 1.0 for i in range(len(prefix_tree.TIMES))])
+    monkeypatch.setattr(prefix_tree, "_us", lambda seconds: {"mean": next(times)})
+    assert prefix_tree.measure(100, 256, 64, 64, 0)["met"] is met
+
+
 @pytest.mark.parametrize("wrong", ["forgets", "invents", "refuses", "keeps"])
 def test_a_tree_that_is_wrong_has_no_times(monkeypatch, wrong):
     real = PrefixCache.match

@@ -80,7 +80,7 @@ class PrefixRequest(ServingRequest):
         found = cls(**cls._shared(args), parts=parts)
         if "tree" in parts:
             at_least("--depth", args.depth, max(found.extension.values()) + max(TREE_PAGES))
-        if False:
+        if args.context is not None:
             found._check_lengths(args.context, f"above --context {args.context}")
         found.prefix_options(found.modes[0], found.state_dtypes[0], args.context, cache=True)
         return found

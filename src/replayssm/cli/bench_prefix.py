@@ -139,7 +139,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
             )
         width = 0.8 / len(lines)
         at_bars = [places.index((r["part"], r["case"])) + (i - (len(lines) - 1) / 2) * width for r in mine]
-        hits.bar(at_bars, [r["hit_rate"] for r in mine], width, color=f"C{i}", label=f"{mode}, state {state}")
+        hits.bar(at_bars, [r["hit_rate"] for r in mine], width, color=f"C{i}")
     times.set_xticks(sorted({int(case) for part, case in places if part == "turns"}))
     times.set_xlabel("turn")
     times.set_ylabel("TTFT, ms (median)")
@@ -149,7 +149,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     hits.set_ylim(0, 1)
     for axes in (times, hits):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+    times.legend(fontsize="small")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
 
