@@ -48,6 +48,14 @@ def saved(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("models") / "bytes")
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A config.json of a few thousand parameters."""
+    folder = tmp_path_factory.mktemp("config")
+    config_of("qwen3_5_text").save_pretrained(folder)
+    return folder / "config.json"
+
+
 @pytest.fixture
 def copy(saved, tmp_path):
     """A copy of the model's folder that a test may damage."""

@@ -18,7 +18,6 @@ from replayssm.engine.core import Engine
 from replayssm.engine.runner import Runner
 from replayssm.state import SlotPool
 from replayssm.state.prefix import PrefixCache
-from tests.models.tiny import config_of
 
 MODES = ["replay", "packed"]
 ROW = {
@@ -42,14 +41,6 @@ def _quick_collections():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A config.json of a few thousand parameters."""
-    folder = tmp_path_factory.mktemp("config")
-    config_of("qwen3_5_text").save_pretrained(folder)
-    return folder / "config.json"
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from replayssm.bench import serving_check
 from replayssm.cli.parser import build_parser
 from replayssm.engine import setup
 from replayssm.engine.runner import Runner
-from tests.models.tiny import config_of
 
 KEYS = {
     "command", "name", "weights", "layers", "all_layers", "parameters", "dtype", "context", "ring_len",
@@ -25,14 +24,6 @@ THROUGHPUT = BOTH | {
 }  # fmt: skip
 LATENCY = BOTH | {"rate", "requests", "itl_ms", "e2e_ms", "preemptions"}
 SMALL = ("--prompt-tokens", "7", "--output-tokens", "12", "--ring-len", "4", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A config.json of a few thousand parameters."""
-    folder = tmp_path_factory.mktemp("config")
-    config_of("qwen3_5_text").save_pretrained(folder)
-    return folder / "config.json"
 
 
 @pytest.fixture

@@ -7,21 +7,12 @@ import pytest
 
 from replayssm import ops
 from replayssm.cli.parser import build_parser
-from tests.models.tiny import config_of
 
 STRATEGIES = ["none", "ring", "snapshot", "kv-replay", "fold"]
 ROW = {
     "batch", "strategy", "state_dtype", "status", "error", "check", "tokens_per_s", "step_ms", "tokens_per_step",
     "steps", "vs_none", "memory_bytes", "reserved_bytes", "slots", "mode", "notes",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A config.json of a few thousand parameters."""
-    folder = tmp_path_factory.mktemp("config")
-    config_of("qwen3_5_text").save_pretrained(folder)
-    return folder / "config.json"
 
 
 @pytest.fixture

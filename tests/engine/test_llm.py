@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from replayssm.engine.llm import LLM, AsyncLLM
+from replayssm.engine.llm import LLM, AsyncLLM, engine_options
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import OptionError, PromptError, ReplayError
 from tests.engine.common import (
@@ -410,3 +410,24 @@ def test_readers_in_two_threads():
             thread.join()
     for which in (0, 1):
         assert found[which] == [stock(SMALL, prompt) for prompt in prompts[which::2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "ring_len"),
+    [
+        ({}, 8),
+        ({"spec": "ngram"}, 16),
+        ({"spec": "ngram", "spec_tokens": 1}, 8),
+        ({"spec": "ngram", "spec_tokens": 8}, 32),
+        ({"spec": "ngram", "ring_len": 6}, 6),
+        ({"spec": "ngram", "spec_state": "fold"}, 8),
+    ],
+)
+def test_a_ring_of_windows_holds_three_of_them_unless_told(options, ring_len):
+    assert engine_options(options).ring_len == ring_len
+
+
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_a_wrong_number_of_drafts_is_refused_by_its_name(tokens):
+    with pytest.raises(OptionError, match="spec_tokens"):
+        engine_options({"spec": "ngram", "spec_tokens": tokens})

@@ -26,19 +26,19 @@ That of `throughput` and `latency`:
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
 from transformers import __version__ as transformers_version
-from transformers import logging as transformers_logging
 
 from replayssm.bench import ceilings, device, plot, serving, serving_busy, serving_model, serving_plot
 from replayssm.bench.request import BenchRequest
 from replayssm.bench.run import run
 from replayssm.bench.serving_request import LatencyRequest, ServingRequest, ThroughputRequest
 from replayssm.bench.timing import wanted_bytes
-from replayssm.cli.console import human_bytes, print_json, print_table, step
+from replayssm.cli.bench_model import load_for
+from replayssm.cli.bench_output import write_json, write_plot
+from replayssm.cli.console import human_bytes, print_table, step
 
 HEADER = (
     "batch", "state", "kernel", "µs", "p10..p90", "GB/s", "of ceiling", "× packed", "auto", "× best peer", "check",
@@ -86,23 +86,16 @@ def _decode(request: BenchRequest) -> int:
     result: dict[str, Any] = dict(command=request.command, name=request.name, layer=spec)
     result |= dict(ring_len=request.ring_len, io_dtype=request.io_dtype, quick=request.quick, device=facts)
     result |= dict(versions=software, ceilings=roof._asdict(), skipped=skipped, ok=not failed, rows=rows)
-    _write_json(result, request)
-    if request.plot_file is not None:
-        title = f"{request.name}, L = {request.ring_len}, activations {request.io_dtype}, {facts['name']}"
-        plot.plot(rows, title, request.plot_file)
-        print(f"plot: {request.plot_file}", file=sys.stderr)
+    write_json(result, request.args)
+    title = f"{request.name}, L = {request.ring_len}, activations {request.io_dtype}, {facts['name']}"
+    write_plot(request.plot_file, lambda file: plot.plot(rows, title, file))
     return 1 if failed else 0
 
 
 def _serve(request: ServingRequest) -> int:
     where = device.resolve(request.args.device)
     facts, software = device.describe(where), device.versions() | {"transformers": transformers_version}
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    plan = serving_model.plan(request)
-    context = request.context(plan.positions)
-    with step(f"{'random weights of' if plan.random else 'loading'} {plan.name}"):
-        loaded = serving_model.make(request, plan, where)
+    plan, context, loaded = load_for(request, where)
     size = sum(x.numel() for x in loaded.model.parameters())
     _print_serving_head(request, plan, size, context, facts, software)
     measured: dict[str, Any] = {}
@@ -146,11 +139,10 @@ def _serve(request: ServingRequest) -> int:
     result |= dict(graphs=on_gpu and not args.no_graphs, overlap=on_gpu and not args.no_overlap)
     result |= dict(device=facts, versions=software, measured=measured, plans=found.plans)
     result |= dict(ok=not failed, rows=found.rows)
-    _write_json(result, request)
-    if request.plot_file is not None:
-        draw = serving_plot.throughput if request.suite == "throughput" else serving_plot.latency
-        draw(found.rows, f"{_model_line(request, plan, size)}, {facts['name']}", request.plot_file)
-        print(f"plot: {request.plot_file}", file=sys.stderr)
+    write_json(result, request.args)
+    draw = serving_plot.throughput if request.suite == "throughput" else serving_plot.latency
+    title = f"{_model_line(request, plan, size)}, {facts['name']}"
+    write_plot(request.plot_file, lambda file: draw(found.rows, title, file))
     return 1 if failed else 0
 
 
@@ -238,14 +230,6 @@ def _latency_cells(row: dict[str, Any]) -> tuple[str, ...]:
         human_bytes(row["memory_bytes"]),
         row["check"]["status"],
     )
-
-
-def _write_json(result: dict[str, Any], request: BenchRequest | ServingRequest) -> None:
-    if request.args.json_file == "-":
-        print_json(result, request.args.out)
-    elif request.args.json_file is not None:
-        with open(request.args.json_file, "w", encoding="utf-8") as file:
-            print_json(result, file)
 
 
 def _print_head(

@@ -14,19 +14,19 @@ The JSON object:
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from transformers import __version__ as transformers_version
-from transformers import logging as transformers_logging
 
-from replayssm.bench import device, prefix, prefix_tree, serving_model
+from replayssm.bench import device, prefix, prefix_tree
 from replayssm.bench.plot import MARKERS
 from replayssm.bench.prefix_request import TARGET_RATIO, TARGET_US, PrefixRequest
-from replayssm.cli.console import human_bytes, print_json, print_table, step
+from replayssm.cli.bench_model import load_for
+from replayssm.cli.bench_output import write_json, write_plot
+from replayssm.cli.console import human_bytes, print_table, step
 
 HEADER = (
     "part", "case", "state", "mode", "prompt", "cold ms", "warm ms", "ratio", "cached", "hit rate", "target", "check",
@@ -65,24 +65,13 @@ def run_command(request: PrefixRequest) -> int:
     for row in failed:
         print(f"FAILED {_name(row)}: {row['error']}")
     result |= dict(ok=not failed, **vars(found), tree=tree)
-    if args.json_file == "-":
-        print_json(result, args.out)
-    elif args.json_file is not None:
-        with open(args.json_file, "w", encoding="utf-8") as file:
-            print_json(result, file)
-    if request.plot_file is not None:
-        plot(found.rows, f"{title}, {facts['name']}", request.plot_file)
-        print(f"plot: {request.plot_file}", file=sys.stderr)
+    write_json(result, args)
+    write_plot(request.plot_file, lambda file: plot(found.rows, f"{title}, {facts['name']}", file))
     return 1 if failed else 0
 
 
 def _with_model(request: PrefixRequest, where: torch.device, result: dict[str, Any]) -> tuple[prefix.PrefixResult, str]:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    plan = serving_model.plan(request)
-    context = request.context(plan.positions)
-    with step(f"{'random weights of' if plan.random else 'loading'} {plan.name}"):
-        loaded = serving_model.make(request, plan, where)
+    plan, context, loaded = load_for(request, where)
     result |= dict(name=plan.name, weights="random weights" if plan.random else "loaded", layers=plan.layers)
     result |= dict(all_layers=plan.all_layers, dtype=request.dtype, context=context)
     args = request.args

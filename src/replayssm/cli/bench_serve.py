@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import sys
 from typing import Any
 
 from replayssm.bench import client, client_plot
 from replayssm.bench.client_request import ClientRequest, Load
-from replayssm.cli.console import print_json, print_table, step
+from replayssm.cli.bench_output import write_json, write_plot
+from replayssm.cli.console import print_table, step
 from replayssm.errors import OptionError
 
 TIMES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms", "itl_ms": "ITL ms", "e2el_ms": "E2EL ms"}
@@ -37,14 +37,8 @@ def run_command(request: ClientRequest) -> int:
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "platform": platform.platform()}
     result: dict[str, Any] = {"command": request.command, "url": args.url, "model": model, "endpoint": args.endpoint}
     result |= {"dataset": args.dataset, "machine": machine, "ok": ok, "rows": rows}
-    if args.json_file == "-":
-        print_json(result, args.out)
-    elif args.json_file is not None:
-        with open(args.json_file, "w", encoding="utf-8") as file:
-            print_json(result, file)
-    if request.plot_file is not None:
-        client_plot.plot(rows, f"{model} at {args.url}", request.plot_file)
-        print(f"plot: {request.plot_file}", file=sys.stderr)
+    write_json(result, args)
+    write_plot(request.plot_file, lambda file: client_plot.plot(rows, f"{model} at {args.url}", file))
     return 0 if ok else 1
 
 

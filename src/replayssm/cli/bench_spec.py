@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from transformers import __version__ as transformers_version
-from transformers import logging as transformers_logging
 
-from replayssm.bench import device, serving_model, speculation
+from replayssm.bench import device, speculation
 from replayssm.bench.spec_request import SpecRequest
-from replayssm.cli.console import human_bytes, print_json, print_table, step
+from replayssm.cli.bench_model import load_for
+from replayssm.cli.bench_output import write_json, write_plot
+from replayssm.cli.console import human_bytes, print_table, step
 
 HEADER = ("batch", "state", "strategy", "tok/s", "× none", "step ms", "tokens/step", "memory", "check")
 
@@ -20,12 +20,7 @@ def run_command(request: SpecRequest) -> int:
     """Return 0, or 1 when a row failed."""
     where = device.resolve(request.args.device)
     facts, software = device.describe(where), device.versions() | {"transformers": transformers_version}
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    plan = serving_model.plan(request)
-    context = request.context(plan.positions)
-    with step(f"{'random weights of' if plan.random else 'loading'} {plan.name}"):
-        loaded = serving_model.make(request, plan, where)
+    plan, context, loaded = load_for(request, where)
     found = speculation.run(request, loaded, context, step)
     args = request.args
     title = (
@@ -43,14 +38,8 @@ def run_command(request: SpecRequest) -> int:
     )
     for name in ("ring_len", "spec_tokens", "acceptance", "steps", "prompt_tokens", "chunk_tokens", "seed"):
         result[name] = getattr(args, name)
-    if args.json_file == "-":
-        print_json(result, args.out)
-    elif args.json_file is not None:
-        with open(args.json_file, "w", encoding="utf-8") as file:
-            print_json(result, file)
-    if request.plot_file is not None:
-        plot(found.rows, title, request.plot_file)
-        print(f"plot: {request.plot_file}", file=sys.stderr)
+    write_json(result, args)
+    write_plot(request.plot_file, lambda file: plot(found.rows, title, file))
     return 1 if failed else 0
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from replayssm.engine.options import EngineOptions, Spec
+from replayssm.engine.options import EngineOptions, Spec, with_ring
 from replayssm.errors import OptionError
-from replayssm.spec import SpecState, ring_for
+from replayssm.spec import SpecState
 
 SPEC_STATES: tuple[SpecState, ...] = get_args(SpecState)
 DRAFTERS: tuple[Spec, ...] = get_args(Spec)
@@ -27,7 +27,7 @@ HELP = {
 def spec_fields(given: Mapping[str, Any], ring_len: int | None) -> dict[str, Any]:
     """Fields of `EngineOptions` from those of `SPEC_FIELDS` that are `given`, and from `ring_len` where it is.
 
-    Without a ring length, windows on a ring get one that suits them (`replayssm.spec.ring_for`).
+    Without a ring length, windows on a ring get one that suits them (`with_ring`).
 
     Raises `OptionError` for an option that would have no effect.
     """
@@ -42,9 +42,7 @@ def spec_fields(given: Mapping[str, Any], ring_len: int | None) -> dict[str, Any
     state = found.get("spec_state", EngineOptions.spec_state)
     if state != "ring" and ring_len is not None:
         raise OptionError(f"--ring-len {ring_len} has no effect with --spec-state {state}; drop one of them")
-    if state == "ring" and ring_len is None:
-        found["ring_len"] = ring_for(found.get("spec_tokens", EngineOptions.spec_tokens) + 1)
-    return found
+    return with_ring(found)
 
 
 def ring_note(options: EngineOptions, ring_len: int | None) -> str | None:

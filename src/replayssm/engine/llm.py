@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from replayssm.engine.core import Engine, Listener
-from replayssm.engine.options import EngineOptions
+from replayssm.engine.options import EngineOptions, with_ring
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Request, RequestOutput, output_of
 from replayssm.errors import OptionError, ReplayError
@@ -249,12 +249,12 @@ class _Stream:
 
 
 def engine_options(options: dict[str, Any]) -> EngineOptions:
-    """`EngineOptions` from names. Raises `OptionError` for a name that it does not have."""
+    """`EngineOptions` from names, see `with_ring`. Raises `OptionError` for a name that it does not have."""
     known = EngineOptions.__dataclass_fields__
     for name in options:
         if name not in known:
             raise OptionError(f"unknown option {name!r}; an engine has {', '.join(known)}")
-    return EngineOptions(**options)
+    return EngineOptions(**with_ring(options))
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

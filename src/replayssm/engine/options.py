@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from replayssm.checks import at_least
 from replayssm.errors import OptionError
-from replayssm.spec import DEFAULT_RING_LEN, SpecState, check_ring_len, check_window
+from replayssm.spec import DEFAULT_RING_LEN, SpecState, check_ring_len, check_window, ring_for
 
 Mode = Literal["auto", "replay", "packed"]
 Preempt = Literal["offload", "recompute"]
@@ -117,3 +118,12 @@ class EngineOptions:
                 "prefix_policy 'truncate' keeps no conv window for the folds of verified drafts; use 'materialize', or "
                 "no spec"
             )
+
+
+def with_ring(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `EngineOptions`; where windows go to a ring whose length nobody names, with one that suits them."""
+    drafts = fields.get("spec_tokens", EngineOptions.spec_tokens)
+    on_ring = fields.get("spec") is not None and fields.get("spec_state", EngineOptions.spec_state) == "ring"
+    if not on_ring or "ring_len" in fields:
+        return dict(fields)
+    return {**fields, "ring_len": ring_for(drafts + 1)}
